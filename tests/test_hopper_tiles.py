@@ -241,3 +241,33 @@ def test_blocks_that_stay_have_equally_much_to_do(T, heads):
     load = np.bincount(block, 2 + tile)
     least_share = 0.969 if heads * tiles > blocks else 0
     assert load.mean() >= least_share * load.max()
+
+
+@pytest.mark.parametrize(
+    "B, T, K, G, has_segments, parts",
+    [
+        (1, 8192, 1, 8, False, 8),  # 64 tiles, the first of which does a 32nd of the work
+        (1, 8192, 1, 1, False, 1),
+        (2, 8192, 8, 4, False, 1),
+        (1, 32768, 2, 4, False, 1),
+        (1, 32768, 2, 4, True, 2),  # a tile of two segments takes 2.5 times as long
+        (1, 131072, 1, 8, True, 1),
+    ],
+)
+def test_query_heads_of_a_group_are_divided_where_key_heads_are_few(
+    B, T, K, G, has_segments, parts
+):
+    from memeff.pallas.hopper import backward_common, scheduler, tile_ranges
+
+    visited = tile_ranges.tiles_visited(Problem(right=0), (T, T), 128, 64, keys=True)
+    sizes = scheduler.CallSizes(B, T, T, K, G)
+    assert backward_common.group_parts(sizes, visited, has_segments) == parts
+    divided = sizes.with_parts(parts)
+    assert (divided.K, divided.G) == (K * parts, G // parts)
+
+
+def test_blocks_that_are_free_begin_the_next_item():
+    from memeff.pallas.hopper import scheduler
+
+    assert scheduler.finish_time(np.array([3.0, 1, 1, 1, 2]), 2) == 5
+    assert scheduler.finish_time(np.array([]), 3) == 0

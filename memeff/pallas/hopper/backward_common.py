@@ -32,7 +32,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
-from memeff.pallas.hopper.mosaic import init_accumulator, plgpu, positions
+from memeff.pallas.hopper.mosaic import init_accumulator, multiprocessors, plgpu, positions
 from memeff.pallas.hopper.parts import load_tile
 from memeff.pallas.hopper.persistent import (
     ROWS,
@@ -44,19 +44,23 @@ from memeff.pallas.hopper.persistent import (
 )
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.scheduler import (
+    MAX_PERSISTENT_POSITIONS,
     CallSizes,
     KeyWork,
     TileOrder,
     balanced_order,
     cache_order,
+    finish_time,
+    times_unknown,
 )
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, TokenVectors
 from memeff.problem import LogitParams, Problem
 
-# Blocks of causal calls stay while an item visits at most 2,000 positions on average. Starting new
-# blocks costs less with longer items.
-MAX_PERSISTENT_POSITIONS = 2000
 ITEM_START_TILES = 2  # tiles that a block could visit while it goes from one item to the next
+START_OF_PART = 6  # the same where results are stored in two arrays
+SUMMED_TOKENS = 2900  # whose partial dk and dv XLA adds up in the time of one visit
+MASKED_VISIT = 2.5  # how much longer a visit takes in a tile of keys of two segments
+WORTHWHILE = 0.9  # of the time of fewer parts
 
 
 def float16_lift(dtype) -> float:
@@ -242,14 +246,39 @@ def choose_blocks(
     """
     items = heads * visited.size
     causal = problem.right is not None
-    runtime_bounds = scalars.q_lengths, scalars.kv_lengths, scalars.q_segments
-    times_unknown = any(x is not None for x in runtime_bounds)
-    if times_unknown or causal and visited.mean() * size > MAX_PERSISTENT_POSITIONS:
+    if times_unknown(scalars) or causal and visited.mean() * size > MAX_PERSISTENT_POSITIONS:
         return items, cache_order(heads, bytes_read) if causal else TileOrder()
     blocks = persistent_blocks(items)
     if not causal:
         return blocks, TileOrder()
     return blocks, balanced_order(heads, ITEM_START_TILES + visited, blocks)
+
+
+def group_parts(sizes: CallSizes, visited: np.ndarray, has_segments: bool) -> int:
+    """Return into how many parts a kernel of keys divides the query heads of each key head.
+
+    A tile of keys visits the queries of all heads of its group (`visited`: tiles of one head). With
+    few key heads, one such item can take longer than all others take on the other multiprocessors.
+    A part of a group is an item of its own, but its dk and dv take memory, and are added up later.
+    """
+    blocks = multiprocessors()
+    items = sizes.B * sizes.K
+    slowest = MASKED_VISIT if has_segments else 1.0
+    fair_share = items * sizes.G * visited.sum() / blocks
+    if slowest * sizes.G * visited.max(initial=0) <= fair_share / 8:
+        return 1
+
+    def time(parts: int) -> float:
+        times = visited * (sizes.G / parts)
+        slowest_item = slowest * times.max(initial=0)
+        if parts == 1:
+            return max(finish_time(np.tile(ITEM_START_TILES + times, items), blocks), slowest_item)
+        in_kernel = finish_time(np.tile(START_OF_PART + times, items * parts), blocks)
+        return max(in_kernel, slowest_item) + items * parts * sizes.S / SUMMED_TOKENS
+
+    times = {parts: time(parts) for parts in range(1, sizes.G + 1) if sizes.G % parts == 0}
+    good_enough = min(times.values()) / WORTHWHILE
+    return next(parts for parts, x in times.items() if x <= good_enough)
 
 
 def optional_slot(ref, index) -> Any:

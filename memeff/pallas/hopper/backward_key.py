@@ -1,19 +1,22 @@
 """Compute the gradients of key and value on Hopper, by steps (5) and (6) of `backward_common`."""
 
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
     choose_blocks,
     float16_lift,
+    group_parts,
     not_finite,
     optional_slot,
     token_vectors,
@@ -39,9 +42,11 @@ from memeff.pallas.hopper.nonfinite import clean_shared
 from memeff.pallas.hopper.parts import (
     factors_of,
     first_columns,
+    merge_array,
     multiply_parts,
     parts_of,
     products,
+    rounding_rest,
     split_tile,
     store_tile,
     transposed,
@@ -121,7 +126,7 @@ def key_value_gradient(
     wanted: Wanted = "both",
     joined: bool = False,
 ) -> tuple[Array, ...]:
-    """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them.
+    """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them, in the dtype of the call.
 
     With `joined` they are one array [B, S, 2 K, H]: the heads of dv follow those of dk.
     `arrays`: query, key, value and dout, padded as in `forward.attend`, and lse (in bits) and delta
@@ -132,22 +137,25 @@ def key_value_gradient(
     B = scalars.batch_size(query)
     _, _, K, D = value.shape
     T, S = lengths
-    shape = CallSizes(B, T, S, K, N // K)
+    has_segments = scalars.q_segments is not None
     # A step has registers left for lse only because its tiles have 64 queries.
     assert tiling.tile_size == ROWS and lse.shape[-1] % ROWS == 0
     scalars = with_ranges(scalars, lengths, tiling.item_size, keys=True)
     scalars = with_lists(problem, scalars, lengths, (ROWS, tiling.item_size), keys=True)
 
     tiles = tiles_visited(problem, lengths, tiling.item_size, ROWS, keys=True)
+    shape = CallSizes(B, T, S, K, N // K)
+    shape = shape.with_parts(group_parts(shape, tiles, has_segments))
     bytes_read = T * shape.G * (H + D) * 2
-    blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, B * K, bytes_read)
+    heads = B * shape.K
+    blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, heads, bytes_read)
     order = order_for_bias(order, scalars, B)
 
     def roles(operands: Any, refs: tuple[Ref, ...], scratch: KeyScratch) -> Roles:
         array_refs, scalar_refs = operands
-        outputs = [(ref, 0) for ref in refs]
+        outputs = [[(ref, 0) for ref in refs[n : n + count]] for n in range(0, len(refs), count)]
         if joined:
-            outputs = [(refs[-1], 0), (refs[-1], K)]
+            outputs = [[(refs[0], 0), (refs[0], K)]]
         find_work = functools.partial(
             find_key_work, problem, shape, scalar_refs, tiling.item_size, ROWS, order
         )
@@ -161,24 +169,67 @@ def key_value_gradient(
             rings.append(Ring(tiling.second_stages, True, (scratch.do_used,)))
         return Roles(find_work, compute, copy, rings)
 
-    results = {"both": (key, value), "dk": (key,), "dv": (value,)}[wanted]
-    shapes = [(B, *x.shape[1:]) for x in results]
+    widths = {"both": (H, D), "dk": (H,), "dv": (D,)}[wanted]
+    shapes = [(B, key.shape[1], shape.K, width) for width in widths]
+    join_later = joined and shape.parts > 1
+    joined = joined and not join_later
     if joined:
         assert H == D
         shapes = [(B, key.shape[1], 2 * K, H)]
-    types = [jax.ShapeDtypeStruct(shape, query.dtype) for shape in shapes]
+    count = len(shapes)
+    is_rounded = tiling.parts == 1
+    shapes *= arrays_of_parts(shape.parts) if is_rounded else 1
+    types = [jax.ShapeDtypeStruct(x, query.dtype) for x in shapes]
     head_dims = whole_width(H), whole_width(D)
-    return run_persistent_kernel(
+    stored = run_persistent_kernel(
         "memeff_dkdv" if wanted == "both" else f"memeff_{wanted}",
         problem,
         (arrays, scalars),
         types,
         _scratch_types(head_dims, query.dtype, scalars, tiling, wanted),
         roles,
-        items=B * K * tiles.size,
+        items=heads * tiles.size,
         blocks=blocks,
         consumers=tiling.warpgroups,
     )
+    dtype = query.dtype if is_rounded else jnp.float32
+    stored = [merge_array(x, dtype) for x in stored]
+    results = [sum_parts(shape.parts, stored[n::count], dtype) for n in range(count)]
+    return (jnp.concatenate(results, axis=2),) if join_later else tuple(results)
+
+
+def arrays_of_parts(parts: int) -> int:
+    """Return how many arrays of 16 bits hold a gradient of `parts` of each group of query heads.
+
+    A second one has what the rounding of the first took, so that only the sum is rounded.
+    """
+    return 2 if parts > 1 else 1
+
+
+def sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
+    """Return the sum over the parts of each group, which `arrays` hold together, in `dtype`."""
+    if parts == 1:
+        return arrays[0]
+    total = functools.reduce(operator.add, [x.astype(jnp.float32) for x in arrays])
+    B, S, _, width = total.shape
+    return total.reshape(B, S, -1, parts, width).sum(3).astype(dtype)
+
+
+def store_gradients(
+    tiles: Sequence[Ref], gradients: Sequence[Array], places: Iterable[Sequence[Ref]], parts: int
+) -> None:
+    """Store the rows of gradients to their places in each of one or two arrays, by their tiles.
+
+    The second array is that of `arrays_of_parts`.
+    """
+    for n, refs in enumerate(places):
+        for tile_s, x in zip(tiles, gradients, strict=True):
+            x = rounding_rest(x, tile_s.dtype) if n else x
+            store_tile(first_columns(tile_s, parts * x.shape[-1]), x, parts)
+        plgpu.commit_smem()
+        for tile_s, ref in zip(tiles, refs, strict=True):
+            plgpu.copy_smem_to_gmem(tile_s, ref)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _scratch_types(
@@ -282,10 +333,10 @@ def _copy(
         cols = pl.ds(work.col + group * ROWS, ROWS)
         slot = item * tiling.warpgroups + group
         ready = scratch.item_ready.at[slot]
-        key = head_rows(key_ref, work.source.key, cols, work.k)
+        key = head_rows(key_ref, work.source.key, cols, work.key_head)
         plgpu.copy_gmem_to_smem(key, scratch.k_s.at[slot], ready)
         if scratch.v_s is not None:
-            value = head_rows(value_ref, work.source.value, cols, work.k)
+            value = head_rows(value_ref, work.source.value, cols, work.key_head)
             plgpu.copy_gmem_to_smem(value, scratch.v_s.at[slot], ready)
         copy_token_vectors(work.scalars.by_key, cols, key_vectors, slot, ready)
     visits = state.tiles_visited
@@ -298,7 +349,7 @@ def _compute(
     shape: CallSizes,
     tiling: Tiling,
     wanted: Wanted,
-    outputs: Sequence[tuple[Ref, int]],
+    outputs: Sequence[Sequence[tuple[Ref, int]]],
     scratch: KeyScratch,
     group,
     work: KeyWork,
@@ -306,7 +357,8 @@ def _compute(
 ) -> tuple[Array, Array]:
     """Compute dk and dv of one warpgroup's keys, or one of them.
 
-    `outputs`: for each, its array, and the head in it that belongs to key head 0.
+    `outputs`: for each, its array and the head in it of group 0. A second such list has the arrays
+    for what rounding takes.
     """
     gradient = Gradient(problem, work.scalars.logit_terms)
     dtype = scratch.k_s.dtype
@@ -331,14 +383,15 @@ def _compute(
     sums = accumulators(visit_all, *[(ROWS, widths[name] // parts) for name in names])
     without_padding = [zero_padding(x, shape, work, group) for x in sums]
     failed = not_finite(scratch.failed_s.at[group], state, *without_padding)
-    for name, x, tile_s in zip(names, sums, stored, strict=True):
-        x = undo_lift(x * slopes[name], dtype, state)
-        store_tile(first_columns(tile_s, widths[name]), x, parts)
-    plgpu.commit_smem()
-    for tile_s, (ref, first_head) in zip(stored, outputs, strict=True):
-        rows = head_rows(ref, work.b, cols, first_head + work.k, tile_s.shape[-1])
-        plgpu.copy_smem_to_gmem(tile_s, rows)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    sums = [undo_lift(x * slopes[name], dtype, state) for name, x in zip(names, sums, strict=True)]
+    places = [
+        [
+            head_rows(ref, work.b, cols, first_head + work.k, tile_s.shape[-1])
+            for tile_s, (ref, first_head) in zip(stored, refs, strict=True)
+        ]
+        for refs in outputs
+    ]
+    store_gradients(stored, sums, places, parts)
     plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
     return shape.G * count, failed
 

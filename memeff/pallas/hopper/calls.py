@@ -350,7 +350,7 @@ def backward(
                 dbias = _bias_gradient(problem, operands, (T, S), inputs, delta, padded_scalars)
                 bias_sums.append(unpad_bias_gradient(dbias, bias_dims, (T, K, G, S)))
         dq = merge_array(dq, query.dtype)[:, :T, :, :H].reshape(B, T, K, G, H)
-        key_gradients = [merge_array(x, query.dtype)[:, :S] for x in key_gradients]
+        key_gradients = [x[:, :S] for x in key_gradients]
         key_gradients = [x[..., :width] for x, width in zip(key_gradients, (H, D), strict=False)]
         return dq, *key_gradients, *[x[..., :T].reshape(B, K, G, T) for x in sums], *bias_sums
 

@@ -54,12 +54,15 @@ from memeff.pallas.hopper.persistent import (
 )
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
+    MAX_PERSISTENT_POSITIONS,
     CallSizes,
     QueryWork,
     TileOrder,
     balanced_order,
+    cache_order,
     find_query_work,
     order_for_bias,
+    times_unknown,
 )
 from memeff.pallas.hopper.score_tile import copy_token_vectors
 from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
@@ -92,11 +95,15 @@ def attend(
     width = whole_width(H), whole_width(D)
     tiles = -(-T // tiling.rows)
     items = B * N * tiles
-    blocks = persistent_blocks(items)
-    order = TileOrder()
-    if problem.right is not None:  # one more for what an item costs besides its visits
-        times = 1 + tiles_visited(problem, lengths, tiling.rows, tiling.keys)
-        order = balanced_order(B * N, times, blocks)
+    visited = tiles_visited(problem, lengths, tiling.rows, tiling.keys)
+    if times_unknown(scalars) and visited.mean() * tiling.keys > MAX_PERSISTENT_POSITIONS:
+        blocks = items
+        order = cache_order(B * N, max(1, S * (H + D) * 2 * K // N))
+    else:
+        blocks = persistent_blocks(items)
+        order = TileOrder()
+        if problem.right is not None:  # one more for what an item costs besides its visits
+            order = balanced_order(B * N, 1 + visited, blocks)
     order = order_for_bias(order, scalars, B)
     scalars = with_ranges(scalars, lengths, tiling.rows)
     scalars = with_lists(problem, scalars, lengths, (tiling.rows, tiling.keys))

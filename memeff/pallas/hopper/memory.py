@@ -3,6 +3,7 @@
 from typing import Any
 
 from memeff.pallas.hopper.capability import (
+    backward_is_kernel,
     has_wide_heads,
     mask_becomes_bias,
     reads_bias,
@@ -18,7 +19,7 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
 
     They hold padded copies, in float32 always, because the kernels read parts of its numbers, out,
     and the numbers that user functions precompute for tokens. The gradient adds rows, sums of dq
-    if fused, and the extra pass for params.
+    if fused, dk and dv of parts of groups, and the extra pass for params.
     """
     (B,), T, S, N, K, H, D = operands.shape
     width = round_up(max(H, D), 64)
@@ -58,6 +59,9 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     gradient += 4 * B * N * row_sums * rows
     if schedule.fused_backward:
         gradient += 4 * B * N * round_up(T, 8) * width
+    parts = _parts_of_groups(problem, operands)
+    if parts > 1:
+        gradient += 4 * parts * B * K * round_up(S, 8) * (width + value_width)
     if calls.needs_extra_pass(problem, operands):
         gradient += extra_pass_bytes(schedule, operands)
     if why_not_decode(problem, operands) is None:
@@ -65,6 +69,23 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
         forward = decode_bytes(operands) + vectors
         gradient += forward
     return forward, gradient
+
+
+def _parts_of_groups(problem: Problem, operands: Operands) -> int:
+    """Return into how many parts the kernels of keys divide the query heads of each key head."""
+    from memeff.pallas.hopper.backward_common import group_parts
+    from memeff.pallas.hopper.calls import backward_tilings
+    from memeff.pallas.hopper.scheduler import CallSizes
+    from memeff.pallas.hopper.tile_ranges import tiles_visited
+
+    if not backward_is_kernel(operands):
+        return 1
+    shape = operands.shape
+    tiling = backward_tilings(problem, operands)[1]
+    lengths = shape.T, shape.S
+    visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size, keys=True)
+    call = CallSizes(shape.B, *lengths, shape.K, shape.G)
+    return group_parts(call, visited, operands.q_segments is not None)
 
 
 def _bias_bytes(operands: Operands) -> int:

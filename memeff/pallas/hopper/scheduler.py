@@ -1,5 +1,6 @@
 """Assign tiles to thread blocks, in an order that shares the L2 cache and balances the work."""
 
+import heapq
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,11 @@ class CallSizes(NamedTuple):
     S: int
     K: int
     G: int
+    parts: int = 1  # of each group of query heads, if a kernel of keys computes them apart
+
+    def with_parts(self, parts: int) -> "CallSizes":
+        """Return the sizes where each part of a group counts as a group, with a K of its own."""
+        return self._replace(K=self.K * parts, G=self.G // parts, parts=parts)
 
 
 class TileOrder(NamedTuple):
@@ -34,6 +40,9 @@ class TileOrder(NamedTuple):
     rest: int = 0
 
 
+# Blocks stay while an item visits at most 2,000 positions on average. Starting new blocks costs
+# less with longer items, and balances work that is not known before.
+MAX_PERSISTENT_POSITIONS = 2000
 L2_BYTES = 32 * 2**20  # bytes that stay in the L2 cache of H100 and H200, which has 50 MiB
 BALANCED = 0.98  # mean work of the thread blocks, relative to the most, that is good enough
 LARGEST_SECTION = 64  # heads
@@ -63,6 +72,11 @@ def work_item(count: int, tiles: int, order: TileOrder, late: bool, index) -> tu
 def shares_bias(scalars: Scalars, B: int) -> bool:
     """Return True if the B batch entries share one bias of pairs."""
     return scalars.bias is not None and scalars.bias.shape[0] < B
+
+
+def times_unknown(scalars: Scalars) -> bool:
+    """Return True if arrays say how many tiles an item visits: lengths, or segments."""
+    return any(x is not None for x in (scalars.q_lengths, scalars.kv_lengths, scalars.q_segments))
 
 
 def order_for_bias(order: TileOrder, scalars: Scalars, B: int) -> TileOrder:
@@ -124,6 +138,14 @@ def _balance(count: int, times: np.ndarray, blocks: int, order: TileOrder) -> fl
     block = np.where(turn % 2 == 1, blocks - 1 - block, block)
     work = np.bincount(block, load, blocks)
     return work.mean() / work.max()
+
+
+def finish_time(times: np.ndarray, blocks: int) -> float:
+    """Return when the last item ends, of which each begins in turn when a block is free."""
+    ends = [0.0] * blocks
+    for time in times:
+        heapq.heapreplace(ends, ends[0] + time)
+    return max(ends)
 
 
 def ends_and_mask(
@@ -248,7 +270,8 @@ class KeyWork(NamedTuple):
 
     b: Array
     source: Sources
-    k: Array
+    k: Array  # group of query heads, or a part of one
+    key_head: Array
     col: Array  # first key
     mask_inputs: MaskInputs
     visits: TileRange | TileList  # of one query head
@@ -280,4 +303,5 @@ def find_key_work(
     offset = problem.q_offset if scalars.q_offset is None else scalars.q_offset
     window = queries_seeing(problem, offset, col, last, ends, queries)
     visits = _without_hidden_tiles(problem, scalars, tile, window, queries)
-    return KeyWork(b, Sources.of(scalars, b), k, col, mask_inputs, visits, scalars)
+    key_head = lax.div(k, jnp.int32(sizes.parts)) if sizes.parts > 1 else k
+    return KeyWork(b, Sources.of(scalars, b), k, key_head, col, mask_inputs, visits, scalars)

@@ -103,10 +103,8 @@ def test_gradient_of_wide_heads_with_a_bias_is_taken_by_the_chunked_path():
 
 
 @pytest.mark.parametrize("name", few(FUSED, ("one block",)))
-def test_fused_gradient(name, monkeypatch):
+def test_fused_gradient(name):
     z, kwargs, one_block = FUSED[name]
-    if one_block:
-        monkeypatch.setattr("memeff.pallas.hopper.fused.group_parts", lambda *_: 1)
     args = draw(bf16, z)
     result = run_kernels(args, kwargs | {"backward": "fused"}, detect_races=one_block)
     assert_truth(result, name, args, kwargs, "bfloat16")

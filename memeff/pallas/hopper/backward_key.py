@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -178,7 +178,7 @@ def key_value_gradient(
         shapes = [(B, key.shape[1], 2 * K, H)]
     count = len(shapes)
     is_rounded = tiling.parts == 1
-    shapes *= arrays_of_parts(shape.parts) if is_rounded else 1
+    shapes *= _arrays_of_parts(shape.parts) if is_rounded else 1
     types = [jax.ShapeDtypeStruct(x, query.dtype) for x in shapes]
     head_dims = whole_width(H), whole_width(D)
     stored = run_persistent_kernel(
@@ -194,11 +194,11 @@ def key_value_gradient(
     )
     dtype = query.dtype if is_rounded else jnp.float32
     stored = [merge_array(x, dtype) for x in stored]
-    results = [sum_parts(shape.parts, stored[n::count], dtype) for n in range(count)]
+    results = [_sum_parts(shape.parts, stored[n::count], dtype) for n in range(count)]
     return (jnp.concatenate(results, axis=2),) if join_later else tuple(results)
 
 
-def arrays_of_parts(parts: int) -> int:
+def _arrays_of_parts(parts: int) -> int:
     """Return how many arrays of 16 bits hold a gradient of `parts` of each group of query heads.
 
     A second one has what the rounding of the first took, so that only the sum is rounded.
@@ -206,7 +206,7 @@ def arrays_of_parts(parts: int) -> int:
     return 2 if parts > 1 else 1
 
 
-def sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
+def _sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     """Return the sum over the parts of each group, which `arrays` hold together, in `dtype`."""
     if parts == 1:
         return arrays[0]
@@ -215,12 +215,12 @@ def sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     return total.reshape(B, S, -1, parts, width).sum(3).astype(dtype)
 
 
-def store_gradients(
-    tiles: Sequence[Ref], gradients: Sequence[Array], places: Iterable[Sequence[Ref]], parts: int
+def _store(
+    tiles: Sequence[Ref], gradients: Sequence[Array], places: Sequence[Sequence[Ref]], parts: int
 ) -> None:
     """Store the rows of gradients to their places in each of one or two arrays, by their tiles.
 
-    The second array is that of `arrays_of_parts`.
+    The second array is that of `_arrays_of_parts`.
     """
     for n, refs in enumerate(places):
         for tile_s, x in zip(tiles, gradients, strict=True):
@@ -391,7 +391,7 @@ def _compute(
         ]
         for refs in outputs
     ]
-    store_gradients(stored, sums, places, parts)
+    _store(stored, sums, places, parts)
     plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
     return shape.G * count, failed
 

@@ -59,7 +59,7 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     gradient += 4 * B * N * row_sums * rows
     if schedule.fused_backward:
         gradient += 4 * B * N * round_up(T, 8) * width
-    parts = _parts_of_groups(problem, operands)
+    parts = 1 if schedule.fused_backward else _parts_of_groups(problem, operands)
     if parts > 1:
         gradient += 4 * parts * B * K * round_up(S, 8) * (width + value_width)
     if calls.needs_extra_pass(problem, operands):

@@ -278,7 +278,7 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
                 ([], "--json"),
                 ([], "--save"),
                 (["memory"], "--plot"),
-                (["hard"], "--json"),
+                (["hard"], "--save"),
                 (["losses"], "--save"),
                 (["arguments"], "--save"),
                 (["devices"], "--save"),

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from memeff.bench import hard, hard_inputs, hard_paths
+from memeff.bench import hard, hard_inputs, hard_paths, tables
+from memeff.bench.report import rewrite_page
 
 
 def errors_of(error, plain, rounding=0.5, largest=1.0, saved=None):
@@ -35,7 +36,7 @@ def errors_of(error, plain, rounding=0.5, largest=1.0, saved=None):
     ],
 )
 def test_cells(errors, text):
-    assert hard.cell(errors) == text
+    assert tables.hard_cell(errors) == text
 
 
 def test_errors_know_what_a_dtype_holds():
@@ -55,18 +56,18 @@ def test_rows_and_their_report(tmp_path, capsys, monkeypatch):
 
     name = "few keys"
     monkeypatch.setitem(hard_inputs.CASES, name, hard_inputs.HardCase(few_keys, ("bfloat16",)))
-    monkeypatch.setattr(hard, "machine", lambda: {"device": "here", "jax": "1"})
-    results = tmp_path / "rows"
-    page = tmp_path / "page"
-    hard.main(["--only", name, "--json", str(results)])
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    results = tmp_path / "few.jsonl"
+    hard.main(["--only", name, "--save", str(results)])
+    description, *rows = map(json.loads, results.read_text().splitlines())
+    assert description == {"table": "hard"}
     assert {row["path"] for row in rows} == {hard_paths.CHUNKED, hard_paths.AS_ON_A_GPU}
     for row in rows:
-        for array in hard.ARRAYS:
+        assert row["command"] == "python -m memeff.bench hard --only 'few keys'"
+        for array in hard_paths.HardResults._fields:
             errors = row[array]
             assert 0 < errors["error"] <= 2 * errors["plain"] + errors["rounding"]
-    hard.main(["--report", str(results), str(page)])
-    assert capsys.readouterr().out.strip() in page.read_text()
+    page = rewrite_page("<!-- table: few -->\n<!-- end -->", tmp_path)
+    assert page.text.splitlines()[1:-1] == capsys.readouterr().out.splitlines()[len(rows) :]
 
 
 def test_a_sink_key_has_the_largest_logit_by_what_the_case_says():
@@ -88,6 +89,6 @@ def test_the_truth_sums_blocks_of_queries():
     )
     twice = hard_paths.exact(doubled)
     once = hard_paths.exact(arrays)
-    for name, x, y in zip(hard.ARRAYS, twice, once, strict=True):
+    for name, x, y in zip(once._fields, twice, once, strict=True):
         expected = 2 * y if name in ("dk", "dv") else np.concatenate([y, y])
         np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-9)

@@ -30,7 +30,6 @@ import argparse
 import itertools
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -44,6 +43,7 @@ from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
 from memeff.bench.options import parse
 from memeff.bench.plots import chart, figure, save_figure
+from memeff.bench.programs import measuring_command
 from memeff.bench.results import (
     ResultsError,
     description_to_keep,
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.doctor:
         run_doctor(options.implementation or doctor.NAMES)
     else:
-        run_table(options, f"python -m memeff.bench {shlex.join(arguments)}")
+        run_table(options, arguments)
 
 
 def run_doctor(names: Sequence[str]) -> None:
@@ -85,19 +85,19 @@ def run_doctor(names: Sequence[str]) -> None:
     sys.exit(any(row["verdict"] == "fail" for row in rows))
 
 
-def run_table(options: argparse.Namespace, command: str) -> None:
+def run_table(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Measure, print and store the table of memory or of speed."""
     rows = []
     records = []
-    measuring_command = without_outputs(command)
+    command = measuring_command(arguments)
     description = asked_description(options)
     with open(options.json or os.devnull, "a") as file:
         for row in measured_rows(options):
-            record = measurement(row, measuring_command)
+            record = measurement(row, command)
             rows.append(row)
             records.append(record)
             print(json.dumps(record), file=file, flush=True)
-    print(machine_text(), f"`{command}`:")
+    print(machine_text(), f"`python -m memeff.bench {shlex.join(arguments)}`:")
     print(sizes_text(options) + "\n")
     to_markdown = memory_markdown if options.table == "memory" else speed_markdown
     print(to_markdown([shortened(row) for row in rows]))
@@ -115,11 +115,6 @@ def asked_description(options: argparse.Namespace) -> dict[str, Any]:
         return description_to_keep(Path(options.save), options.table)
     except ResultsError as error:
         sys.exit(str(error))
-
-
-def without_outputs(command: str) -> str:
-    """Return a command without the options that only say where to write."""
-    return re.sub(r" --(?:json|plot|save)[ =]\S+", "", command)
 
 
 def measured_rows(options: argparse.Namespace) -> Iterable[Row]:

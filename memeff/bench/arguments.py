@@ -18,7 +18,6 @@ import contextlib
 import functools
 import itertools
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,7 @@ import memeff
 from memeff.bench.calls import Run, program_run
 from memeff.bench.cases import Row
 from memeff.bench.options import add_measuring_options, new_parser
-from memeff.bench.programs import compile_all, without_save
+from memeff.bench.programs import compile_all, measuring_command
 from memeff.bench.results import description_to_keep, measurement, save_results
 from memeff.bench.speed import measure
 from memeff.pallas.ampere import capability
@@ -195,8 +194,7 @@ def cells(case: ArgumentCase, rows: Sequence[Row]) -> Row:
 def main(arguments: Sequence[str]) -> None:
     """Run the command line."""
     options = parse(arguments)
-    shown = shlex.join(without_save(arguments))
-    command = f"python -m memeff.bench arguments {shown}".strip()
+    command = measuring_command(["arguments", *arguments])
     lines = []
     cases = [CASES[name] for name in options.case]
     results = argument_rows(cases, options.implementation, options.rounds, options.jobs)

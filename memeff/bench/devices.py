@@ -23,7 +23,6 @@ import contextlib
 import functools
 import importlib
 import itertools
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +52,7 @@ from memeff.bench.options import (
     size,
 )
 from memeff.bench.plots import devices_figure, save_figure
-from memeff.bench.programs import compile_all, first_line, record_rows, without_save
+from memeff.bench.programs import compile_all, first_line, measuring_command, record_rows
 from memeff.bench.results import read_results
 from memeff.bench.speed import measure
 from memeff.bench.tables import DEVICE_MODES, devices_markdown
@@ -254,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
         show(read_results(path.parent, path.stem).rows, options.plot)
         return
     set_copied_messages()
-    command = f"python -m memeff.bench devices {shlex.join(without_save(arguments))}"
+    command = measuring_command(["devices", *arguments])
     counts = options.devices or [jax.device_count()]
     if max(counts) > jax.device_count():
         sys.exit(

@@ -13,17 +13,13 @@ memory starts from them. Where terms of p (dp - rowsum(dout out)) cancel, the ro
 """
 
 import argparse
-import contextlib
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 from memeff.bench.cases import Row
-from memeff.bench.device import machine
-from memeff.bench.hard_inputs import CASES, H, HardCase, HardInputs, S, T
+from memeff.bench.hard_inputs import CASES, HardCase, HardInputs
 from memeff.bench.hard_paths import (
     FUSED,
     KERNELS,
@@ -34,67 +30,31 @@ from memeff.bench.hard_paths import (
     memeff_paths,
     run_path,
 )
-from memeff.bench.options import new_parser, output_file
-
-ARRAYS = HardResults._fields
-ALLOWED = 1.5  # times plain attention's error; a larger ratio is bold
-
-PAGE_HEADER = f"""\
-<!-- Written by `python -m memeff.bench hard --report docs/hard_cases.jsonl docs/hard_cases.md`. -->
-# Hard cases
-
-Each number is the largest error of memeff divided by that of plain attention in the same dtype, \
-both against float64. Calls
-have T = {T} queries and S = {S:,} keys of one head of {H}, unless the case names other sizes.
-
-- Bold: more than {ALLOWED}, or not finite.
-- In brackets: divided by the error of plain attention whose gradient starts from the stored out \
-and lse, as every gradient
-  in linear memory does.
-- "ulp": plain attention has no error, and memeff errs by so many roundings of the largest entry.
-- "-": the dtype cannot hold the true number."""
+from memeff.bench.options import add_save, new_parser
+from memeff.bench.programs import measuring_command, record_rows
+from memeff.bench.tables import hard_markdown
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command line: measure and print the table, or write a page from earlier results."""
+    """Run the command line: measure, and print the table."""
     options = parse(arguments)
-    if options.report:
-        source, target = map(Path, options.report)
-        write_page(source, target)
-        return
-    about = machine()
-    rows = []
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open(options.json, "a")) if options.json else None
-        for row in hard_table(options.only or list(CASES), memeff_paths()):
-            rows.append(about | row)
-            if file is not None:
-                print(json.dumps(rows[-1]), file=file, flush=True)
-    print(hard_markdown(rows))
+    command = measuring_command(["hard", *arguments])
+    rows = hard_table(options.only or list(CASES), memeff_paths())
+    print(hard_markdown(record_rows(rows, command, options.save, "hard")))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = new_parser("hard", __doc__)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--only",
         nargs="+",
         choices=CASES,
         metavar="CASE",
         help="measure only these cases (default: all): " + "; ".join(CASES),
     )
-    add("--json", type=output_file, metavar="FILE", help="append a JSON line for each row")
-    add(
-        "--report",
-        nargs=2,
-        metavar=("JSON", "MARKDOWN"),
-        help="run nothing: write a table from JSON lines",
-    )
+    add_save(parser)
     return parser.parse_args(arguments)
-
-
-# Measuring
 
 
 def hard_table(names: Sequence[str], paths: Sequence[str]) -> Iterator[Row]:
@@ -103,8 +63,7 @@ def hard_table(names: Sequence[str], paths: Sequence[str]) -> Iterator[Row]:
         case = CASES[name]
         for dtype in case.dtypes:
             for path, errors in case_errors(case, dtype, paths):
-                row = {"table": "hard", "case": name, "dtype": dtype, "path": path}
-                yield row | errors
+                yield {"case": name, "dtype": dtype, "path": path} | errors
 
 
 def case_errors(
@@ -120,7 +79,7 @@ def case_errors(
             continue  # they take 16-bit arrays
         results = run_path(path, inputs)
         errors = {}
-        for index, array in enumerate(ARRAYS):
+        for index, array in enumerate(HardResults._fields):
             errors[array] = array_errors(
                 results[index], plain[index], saved[index], truth[index], dtype
             )
@@ -165,57 +124,3 @@ def largest_error(result: np.ndarray, truth: np.ndarray) -> float | None:
     if not np.isfinite(wide).all():
         return None
     return float(np.abs(wide - truth).max())
-
-
-# The table and the page
-
-
-def hard_markdown(rows: Sequence[Row]) -> str:
-    """Return a table for each machine; of repeated calls the latest counts."""
-    parts = []
-    for device, jax_version in dict.fromkeys((row["device"], row["jax"]) for row in rows):
-        latest = {}
-        for row in rows:
-            if (row["device"], row["jax"]) == (device, jax_version):
-                latest[row["case"], row["dtype"], row["path"]] = row
-        lines = [["case", "dtype", "path", *ARRAYS], ["---"] * 3 + ["---:"] * len(ARRAYS)]
-        for call, row in latest.items():
-            lines.append([*call, *(cell(row[array]) for array in ARRAYS)])
-        parts.append(f"{device}, jax {jax_version}:")
-        parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
-    return "\n\n".join(parts)
-
-
-def cell(errors: dict[str, float | None]) -> str:
-    """Return the ratio of two errors; bold where it is more than is allowed."""
-    error = errors["error"]
-    plain = errors["plain"]
-    if errors["largest"] is None:
-        return "-"
-    if error is None:
-        return "not finite, as plain" if plain is None else "**not finite**"
-    if plain is None:
-        return "plain: not finite"
-    if plain == 0:
-        return cell_in_roundings(error, errors["rounding"])
-    ratio = error / plain
-    if ratio <= ALLOWED:
-        return f"{ratio:.2f}"
-    saved = errors["saved"]
-    ratio_to_saved = f" ({error / saved:.2g})" if saved else ""
-    return f"**{ratio:.3g}**{ratio_to_saved}"
-
-
-def cell_in_roundings(error: float, rounding: float | None) -> str:
-    """Return the error in roundings of the largest entry; bold where it is more than one."""
-    assert rounding is not None
-    if error == 0:
-        return "0"
-    roundings = f"{error / rounding:.2g} ulp"
-    return roundings if error <= rounding else f"**{roundings}**"
-
-
-def write_page(source: Path, target: Path) -> None:
-    """Write the Markdown page `target` from the JSON lines of `source`."""
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    target.write_text(f"{PAGE_HEADER}\n\n{hard_markdown(rows)}\n")

@@ -16,7 +16,6 @@ bytes are those that XLA reports. A call that does not fit into the device's mem
 import argparse
 import importlib
 import itertools
-import shlex
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ import memeff
 from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
 from memeff.bench.options import add_dtype, add_measuring_options, new_parser
-from memeff.bench.programs import compile_all, first_line, record_rows, without_save
+from memeff.bench.programs import compile_all, first_line, measuring_command, record_rows
 from memeff.bench.speed import measure
 from memeff.bench.tables import LOSS_MODES, losses_markdown
 
@@ -206,7 +205,7 @@ def free_bytes() -> float:
 def main(arguments: Sequence[str]) -> None:
     """Run the command line."""
     options = parse(arguments)
-    command = f"python -m memeff.bench losses {shlex.join(without_save(arguments))}"
+    command = measuring_command(["losses", *arguments])
     cases = []
     for features in options.features:
         for length in options.tokens:

@@ -75,12 +75,7 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
     add("--rounds", type=size, default=7, help="samples of each time (default: 7)")
     add("--json", type=output_file, metavar="FILE", help="append a JSON line for each row")
-    add(
-        "--save",
-        type=output_file,
-        metavar="FILE",
-        help="replace the results in FILE, such as docs/benchmarks/NAME.jsonl",
-    )
+    add_save(parser)
     add(
         "--plot",
         type=output_file,
@@ -132,7 +127,12 @@ def add_measuring_options(
         help="programs compiled at a time; each of "
         "them may take as much of a GPU's memory as its arrays need (default: 1)",
     )
-    add(
+    add_save(parser)
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the file of the results."""
+    parser.add_argument(
         "--save",
         type=output_file,
         metavar="FILE",

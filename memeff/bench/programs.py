@@ -1,6 +1,8 @@
 """Compile the programs of a table side by side, and record its results."""
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,19 +38,16 @@ def record_rows(rows: Iterable[Row], command: str, path: str | None, table: str)
     Write them to `path`, if it is given, as results of `table`.
     """
     records = []
+    description = description_to_keep(Path(path), table) if path else {}
     for row in rows:
         records.append(measurement(row, command))
         print(json.dumps(records[-1]), flush=True)
     if path:
-        save_results(Path(path), description_to_keep(Path(path), table), records)
+        save_results(Path(path), description, records)
     return [shortened(record) for record in records]
 
 
-def without_save(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without the files that results are saved to or drawn in."""
-    kept = list(arguments)
-    for option in ("--save", "--plot"):
-        if option in kept:
-            place = kept.index(option)
-            del kept[place : place + 2]
-    return kept
+def measuring_command(arguments: Sequence[str]) -> str:
+    """Return the command line of the bench without the options that only say where to write."""
+    command = f"python -m memeff.bench {shlex.join(arguments)}"
+    return re.sub(r" --(?:json|plot|save)[ =](?:'[^']*'|\S+)", "", command)

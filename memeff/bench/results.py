@@ -10,7 +10,7 @@ Sizes of memory are in bytes and times in seconds. FLOP/s and "times less" are c
 "flops_per_second" is stored only where a result lacks the digits for that. `speed_against_jax_nn`
 is measured, because it compares the two within each turn. The description has these fields:
 
-- "table": "memory", "speed", "losses" or "devices" for the tables of `python -m memeff.bench`.
+- "table": "memory", "speed", "losses", "devices" or "hard" for the tables of the bench.
   "cells" for a table that this bench cannot measure: its results are the lines of the table,
   {header: cell}, and the description says where they are from.
 - "columns" (optional): the headers of the columns to show.
@@ -19,24 +19,26 @@ is measured, because it compares the two within each turn. The description has t
   fields have one of the values, in the order of the values, and replaces the fields in "set".
 
 A new measurement replaces the results: `python -m memeff.bench speed ... --save
-docs/benchmarks/NAME.jsonl`. For a table of several runs, append the second and later ones with
-`--json`. Then `python -m memeff.bench report` rewrites the pages.
+docs/benchmarks/NAME.jsonl`. For a table of several runs, append the lines of the later ones, which
+`--json` writes for speed and memory, and the other commands print. Then `python -m memeff.bench
+report` rewrites the pages.
 """
 
 import datetime
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memeff.bench.cases import Row
 from memeff.bench.device import machine
 from memeff.bench.tables import (
+    cells_markdown,
     devices_markdown,
+    hard_markdown,
     losses_markdown,
     memory_markdown,
     speed_markdown,
-    unique,
 )
 
 FOLDER = Path("docs/benchmarks")
@@ -152,20 +154,11 @@ def results_markdown(results: Results) -> str:
         raise ResultsError(f"no result or column has the name {error}.") from error
 
 
-def cells_markdown(rows: Sequence[Row], columns: Sequence[str] | None) -> str:
-    """Return a table of cells as they are; a row without a column has an empty cell there."""
-    header = columns or unique(column for row in rows for column in row)
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for row in rows:
-        cells = [row.get(column, "") for column in header]
-        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
-    return "\n".join(lines)
-
-
 TO_MARKDOWN = {
     "memory": memory_markdown,
     "speed": speed_markdown,
     "losses": losses_markdown,
     "devices": devices_markdown,
+    "hard": hard_markdown,
     "cells": cells_markdown,
 }

@@ -1,4 +1,4 @@
-"""Tables of memory, speed and losses in GitHub's Markdown, from the rows of one or more runs."""
+"""Tables of results in GitHub's Markdown, from the rows of one or more runs."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 from memeff.bench.cases import Row, call_title, case_of_row
 from memeff.bench.formatting import count_per_second, human, markdown, tokens
+from memeff.bench.hard_paths import HardResults
 
 LOSS_MODES = DEVICE_MODES = ("forward", "forward + gradient")
 
@@ -223,3 +224,60 @@ DEVICES_COLUMNS: dict[str, Callable[[Row], str]] = {
     "temporary": device_temporary,
     "error": lambda row: f"{row['error']:.0e}" if "error" in row else "-",
 }
+
+
+def cells_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table of cells as they are; a row without a column has an empty cell there."""
+    header = columns or unique(column for row in rows for column in row)
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = [row.get(column, "") for column in header]
+        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|")
+    return "\n".join(lines)
+
+
+ALLOWED = 1.5  # times plain attention's error; a larger ratio is bold
+
+
+def hard_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table for each machine; of repeated calls the latest counts."""
+    parts = []
+    for device, jax_version in unique((row["device"], row["jax"]) for row in rows):
+        latest = {}
+        for row in rows:
+            if (row["device"], row["jax"]) == (device, jax_version):
+                call = {name: row[name] for name in ("case", "dtype", "path")}
+                errors = {array: hard_cell(row[array]) for array in HardResults._fields}
+                latest[tuple(call.values())] = call | errors
+        parts.append(f"{device}, jax {jax_version}:")
+        parts.append(cells_markdown(list(latest.values()), columns))
+    return "\n\n".join(parts)
+
+
+def hard_cell(errors: dict[str, float | None]) -> str:
+    """Return the ratio of two errors; bold where it is more than is allowed."""
+    error = errors["error"]
+    plain = errors["plain"]
+    if errors["largest"] is None:
+        return "-"
+    if error is None:
+        return "not finite, as plain" if plain is None else "**not finite**"
+    if plain is None:
+        return "plain: not finite"
+    if plain == 0:
+        return hard_cell_in_roundings(error, errors["rounding"])
+    ratio = error / plain
+    if ratio <= ALLOWED:
+        return f"{ratio:.2f}"
+    saved = errors["saved"]
+    ratio_to_saved = f" ({error / saved:.2g})" if saved else ""
+    return f"**{ratio:.3g}**{ratio_to_saved}"
+
+
+def hard_cell_in_roundings(error: float, rounding: float | None) -> str:
+    """Return the error in roundings of the largest entry; bold where it is more than one."""
+    assert rounding is not None
+    if error == 0:
+        return "0"
+    roundings = f"{error / rounding:.2g} ulp"
+    return roundings if error <= rounding else f"**{roundings}**"

@@ -11,7 +11,9 @@ import numpy as np
 from jax import Array
 
 import memeff
+from memeff.bench.cases import Case
 from memeff.bench.hard_inputs import H, HardInputs
+from memeff.bench.truth import exact_attention
 from memeff.device import current_device, pretend_device
 from memeff.pallas import family_for
 
@@ -46,30 +48,18 @@ def memeff_paths() -> list[str]:
 
 
 def exact(inputs: HardInputs) -> HardResults:
-    """Compute a case in float64."""
-    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in inputs)
-    outs = []
-    lses = []
-    dqs = []
-    dk = np.zeros_like(k)
-    dv = np.zeros_like(v)
-    for start in range(0, len(q), EXACT_ROWS):
+    """Compute a case in float64, some queries at a time."""
+    q, k, v, dout, dlse = (x[None, :, None] for x in inputs)
+    case = Case(k.shape[1], head_dim=H, mask="full")
+    truths = []
+    for start in range(0, q.shape[1], EXACT_ROWS):
         rows = slice(start, start + EXACT_ROWS)
-        s = q[rows] @ k.T * SCALE
-        m = s.max(-1, keepdims=True)
-        e = np.exp(s - m)
-        l = e.sum(-1, keepdims=True)
-        p = e / l
-        lse = m + np.log(l)
-        dp = dout[rows] @ v.T
-        delta = (p * dp).sum(-1, keepdims=True) - dlse[rows, None]
-        d_raw = p * (dp - delta) * SCALE
-        outs.append(p @ v)
-        lses.append(lse[:, 0])
-        dqs.append(d_raw @ k)
-        dk += d_raw.T @ q[rows]
-        dv += p.T @ dout[rows]
-    return HardResults(np.concatenate(outs), np.concatenate(lses), np.concatenate(dqs), dk, dv)
+        arrays = q[:, rows], k, v, dout[:, rows], dlse[:, rows, ..., None]
+        truths.append(exact_attention(arrays, case, np.arange(q.shape[1])[rows]))
+    lse, out, dq, dk, dv, _ = zip(*truths, strict=True)
+    lse, out, dq = (np.concatenate(parts, 1)[0, :, 0] for parts in (lse, out, dq))
+    dk, dv = (np.sum(parts, 0)[0, :, 0] for parts in (dk, dv))
+    return HardResults(out, lse[:, 0], dq, dk, dv)
 
 
 def run_path(path: str, inputs: HardInputs) -> HardResults:

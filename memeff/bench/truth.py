@@ -14,6 +14,7 @@ SAMPLED_ROWS = 32
 class Truth(NamedTuple):
     """The results of one call in float64, in the layout B T N H."""
 
+    lse: np.ndarray  # B T N 1
     out: np.ndarray
     dq: np.ndarray
     dk: np.ndarray
@@ -24,9 +25,10 @@ class Truth(NamedTuple):
 def exact_attention(arrays: Sequence[Any], case: Case, rows: np.ndarray) -> Truth:
     """Compute attention and its derivatives in float64.
 
-    `arrays` are query, key, value and the cotangent of out, and `rows` [T] the queries' positions.
+    `arrays` are query, key, value, the cotangent of out, and perhaps that of lse, [B, T, N, 1].
+    `rows` [T] are the queries' positions.
     """
-    q, k, v, dout = (as_float64(x).swapaxes(1, 2) for x in arrays)  # B N T H
+    q, k, v, dout, *dlse = (as_float64(x).swapaxes(1, 2) for x in arrays)  # B N T H
     B, K, S, H = k.shape
     group = q.shape[1] // K
     k = k.repeat(group, axis=1)
@@ -44,12 +46,14 @@ def exact_attention(arrays: Sequence[Any], case: Case, rows: np.ndarray) -> Trut
     if case.mask == "causal":
         keep = np.arange(S) <= rows[:, None]
         s = np.where(keep, s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    p /= row_sum(p)
+    m = s.max(-1, keepdims=True)
+    p = np.exp(s - m)
+    l = row_sum(p)
+    p /= l
     out = p @ v
 
     dp = dout @ v.mT
-    ds = p * (dp - row_sum(p * dp))
+    ds = p * (dp - row_sum(p * dp) + (dlse[0] if dlse else 0))
     d_raw = scale * slope * ds
     dq = d_raw @ k
     dk = sum_of_group(d_raw.mT @ q)
@@ -58,7 +62,7 @@ def exact_attention(arrays: Sequence[Any], case: Case, rows: np.ndarray) -> Trut
     s_tangent = slope * 2 * raw  # raw is bilinear, and the directions are query and key
     w = p * s_tangent
     tangent = w @ v + out - row_sum(w) * out
-    results = out, dq, dk, dv, tangent
+    results = m + np.log(l), out, dq, dk, dv, tangent
     return Truth(*(x.swapaxes(1, 2) for x in results))
 
 

@@ -335,14 +335,8 @@ def _compare(
     Its scale is at least `least`.
     """
     places, tokens, devices = samples
-    actual = actual.astype(np.float64).reshape(len(places), -1)
-    truth = truth.astype(np.float64).reshape(len(places), -1)
-    # The lse of a row that sees no key is -inf in both.
-    both_nan = np.isnan(actual) & np.isnan(truth)
-    same = (actual == truth) | both_nan
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0, np.abs(actual - truth))
-    error = np.where(np.isnan(error), np.inf, error)
+    truth = truth.reshape(len(places), -1)
+    error = absolute_errors(actual.reshape(truth.shape), truth)
     worst, entry = np.unravel_index(np.argmax(error), error.shape)
     finite = truth[np.isfinite(truth)]
     scale = max(np.abs(finite).max(initial=0), least)
@@ -350,3 +344,15 @@ def _compare(
     owners = np.array([token // tokens for _, token, _ in places])
     largest = [float(error[owners == device].max(initial=0)) for device in range(devices)]
     return Finding(name, float(error[worst, entry]), float(scale), place, tuple(largest))
+
+
+def absolute_errors(actual: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Return |actual - truth| in float64: 0 where both are the same, also NaN or an infinity.
+
+    The lse of a row that sees no key is -inf in both. An error that is NaN becomes inf.
+    """
+    actual, truth = (x.astype(np.float64) for x in (actual, truth))
+    same = (actual == truth) | (np.isnan(actual) & np.isnan(truth))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0, np.abs(actual - truth))
+    return np.where(np.isnan(error), np.inf, error)

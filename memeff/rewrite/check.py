@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from memeff.diagnostics.audit import audit
+from memeff.diagnostics.audit import absolute_errors, audit
 from memeff.rewrite.recipe import Recipe, attend
 from memeff.rewrite.rows import Equations, compute_rows
 from memeff.rewrite.terms import HIDDEN
@@ -116,14 +116,11 @@ def _check_rows(
     b, t, n = (rng.integers(0, size, SAMPLES) for size in (B, T, N))
     t[:2] = 0, T - 1  # where masks of positions begin and end
     out = jax.jit(attend, static_argnums=0)(recipe, inputs)
-    actual = np.asarray(out.reshape(B, T, N, -1)[b, t, n], np.float64)
+    actual = np.asarray(out.reshape(B, T, N, -1)[b, t, n])
     rows = functools.partial(compute_rows, recipe, replacement.equations)
     with jax.enable_x64(True):
         truth = np.asarray(jax.jit(rows)(inputs, [jnp.asarray(x) for x in (b, t, n)]))
-    same = (actual == truth) | (np.isnan(actual) & np.isnan(truth))
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0, np.abs(actual - truth))
-    error = np.where(np.isnan(error), np.inf, error).max(axis=1)
+    error = absolute_errors(actual, truth).max(axis=1)
     largest = np.abs(truth[np.isfinite(truth)]).max(initial=0)
     worst = error.argmax()
     limit = _limit(recipe, replacement.equations) + rounding

@@ -83,17 +83,17 @@ class Text:
     def _read(self, start: int) -> np.ndarray:
         """Return `length` bytes of the stream from `start`: byte 0 and the file, byte 0 and the next file, ..."""
         row = np.zeros(self.length, np.uint8)
-        which = bisect.bisect_right(self.ends, start)
-        at = 0
-        while at < self.length:
-            begin = self.ends[which - 1] if which else 0
-            skip = start + at - begin  # in this document, whose first byte is the 0
-            take = min(self.length - at, self.ends[which] - begin - skip)
+        document = bisect.bisect_right(self.ends, start)
+        filled = 0
+        while filled < self.length:
+            begin = self.ends[document - 1] if document else 0
+            skip = start + filled - begin  # in this document, whose first byte is the 0
+            take = min(self.length - filled, self.ends[document] - begin - skip)
             inside = max(skip, 1)
-            row[at + inside - skip : at + take] = read(
-                self.files[which], inside - 1, skip + take - 1
-            )
-            at, which = at + take, which + 1
+            contents = read(self.files[document], inside - 1, skip + take - 1)
+            row[filled + inside - skip : filled + take] = contents
+            filled += take
+            document += 1
         return row
 
 
@@ -101,12 +101,12 @@ def read(path: Path, begin: int, end: int) -> np.ndarray:
     """Return the bytes from `begin` to `end` of a file. Refuse one that has become shorter or is gone."""
     with reading(path), path.open("rb") as file:
         file.seek(begin)
-        found = file.read(end - begin)
-    if len(found) < end - begin:
+        contents = file.read(end - begin)
+    if len(contents) < end - begin:
         raise Refused(
             f"--text {path}: the file became shorter while it was read; restore it and resume."
         )
-    return np.frombuffer(found, np.uint8)
+    return np.frombuffer(contents, np.uint8)
 
 
 @contextlib.contextmanager
@@ -134,12 +134,12 @@ def find_text(name: str) -> list[Path]:
     """Return the file, or all text in the folder, that `--text` names."""
     path = Path(name)
     if path.is_dir():
-        found = [file for file in walk(path) if is_text(file)]
-        if not found:
+        files = [file for file in walk(path) if is_text(file)]
+        if not files:
             raise Refused(
                 f"--text {name}: the folder holds no text; give a folder with text files in it."
             )
-        return found
+        return files
     if not path.is_file():
         raise Refused(f"--text {name}: no such file or folder; give text files or folders of them.")
     if path.stat().st_size == 0:
@@ -155,9 +155,9 @@ def python_library() -> list[Path]:
     """Collect the sources and prose of Python's standard library, some ten million bytes on every machine."""
     folder = Path(sysconfig.get_path("stdlib"))
     names = (".py", ".txt", ".rst")
-    found = [path for path in walk(folder, LIBRARY_SKIPPED) if path.suffix in names]
+    paths = [path for path in walk(folder, LIBRARY_SKIPPED) if path.suffix in names]
     # some systems leave dangling links
-    files = [path for path in found if path.exists() and is_text(path)]
+    files = [path for path in paths if path.exists() and is_text(path)]
     if not files:
         raise Refused(f"this Python has no sources in {folder}. Give text of your own with --text.")
     return files
@@ -165,15 +165,15 @@ def python_library() -> list[Path]:
 
 def walk(folder: Path, skipped: set[str] = SKIPPED_FOLDERS) -> list[Path]:
     """Return all files below a folder, in the order of their names, without hidden ones."""
-    found = []
+    paths = []
     for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         folders[:] = [
             name
             for name in folders
             if name not in skipped | SKIPPED_FOLDERS and not name.startswith(".")
         ]
-        found += [Path(parent, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def refuse_folder(error: OSError) -> None:
@@ -232,11 +232,11 @@ class ListOps:
     def _row(self, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and weights of a row: documents until the next does not fit, then byte 0."""
         tokens, weights = np.zeros(self.context + 1, np.uint8), np.zeros(self.context, np.float32)
-        at = 0
-        while at + len(document := self._document(rng)) <= len(tokens):
-            tokens[at : at + len(document)] = np.frombuffer(document, np.uint8)
-            at += len(document)
-            weights[at - 2] = 1  # what is read there is "=", what is predicted the answer
+        filled = 0
+        while filled + len(document := self._document(rng)) <= len(tokens):
+            tokens[filled : filled + len(document)] = np.frombuffer(document, np.uint8)
+            filled += len(document)
+            weights[filled - 2] = 1  # what is read there is "=", what is predicted the answer
         return tokens, weights
 
     def _document(self, rng: random.Random) -> bytes:

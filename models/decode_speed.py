@@ -119,7 +119,7 @@ def random_model(config: Config) -> tuple[Any, Any]:
 
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graphdef = nnx.split(model, nnx.Param)[0]
-    return graphdef, generate.apart(graphdef, make())
+    return graphdef, generate.decoding_params(graphdef, make())
 
 
 def filled_caches(config: Config, batch: int, context: int) -> Caches:

@@ -56,44 +56,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m models.generate", description="Write text with a trained model."
     )
-    parser.add_argument(
-        "--checkpoint",
-        default="runs/train",
-        help="folder of the run, the --out of models.train (default: runs/train)",
-    )
-    parser.add_argument(
-        "--prompt", action="append", help="what a text begins with; repeat it for a batch"
-    )
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=400,
-        help="bytes to write at most; the model may end sooner (default: 400)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0 takes the likeliest byte each time (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=None,
-        help="choose among this many likeliest bytes (default: all)",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--checkpoint", default="runs/train", help="--out of models.train (default: runs/train)")
+    add("--prompt", action="append", help="what a text begins with; repeat it for a batch")
+    add("--length", type=int, default=400, help="bytes to write at most (default: 400)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default: 0.8)")
+    add("--top-k", type=int, help="choose among this many likeliest bytes (default: all)")
+    add(
         "--top-p",
         type=float,
         default=1.0,
         help="choose among the fewest likeliest bytes whose chances add up to this (default: 1, all)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choices (default: 0)")
-    parser.add_argument(
-        "--memory-limit",
-        default=None,
-        help='temporary memory for reading prompts, such as "512MiB"; a lower limit makes chunks smaller',
-    )
+    add("--seed", type=int, default=0, help="seed of the choices (default: 0)")
+    add("--memory-limit", help='temporary memory for reading prompts, such as "512MiB"')
     options = vars(parser.parse_args(arguments))
     with one_sentence("models.generate"):
         prompts = options.pop("prompt") or [""]
@@ -136,8 +112,8 @@ def load(out: str) -> tuple[Any, Any]:
     return graphdef, params
 
 
-def apart(graphdef: Any, params: Any) -> Any:
-    """Return parameters as decoding reads them: those of each layer apart, and matrices in the computation's dtype.
+def decoding_params(graphdef: Any, params: Any) -> Any:
+    """Return parameters as decoding reads them: layers that are not stacked, and matrices in the computation's dtype.
 
     XLA for GPUs copies a layer's matrices out of a stack for each token. With one sequence, that was half of the time.
     """
@@ -181,7 +157,7 @@ def stream(
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
         jnp.arange(len(prompts))
     )
-    params = apart(graphdef, params)
+    params = decoding_params(graphdef, params)
     state = read_prompts(graphdef, params, starts, length, limit)
     decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
     ended = [False] * len(prompts)
@@ -323,8 +299,8 @@ def write_block(
 
     def next_token(state: State, _: None) -> tuple[State, Array]:
         model: Transformer = nnx.merge(graphdef, params)
-        now = jax.vmap(jax.random.fold_in, (0, None))(keys, state.written)
-        token = jax.vmap(choose, (0, 0, None))(state.logits, now, sampling)
+        step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, state.written)
+        token = jax.vmap(choose, (0, 0, None))(state.logits, step_keys, sampling)
         logits, caches = model.decode(token[:, None], state.caches)
         return State(logits[:, 0].astype(jnp.float32), caches, state.written + 1), token
 

@@ -397,12 +397,12 @@ def read_checkpoint(out: str, step: int, like: tuple) -> tuple:
     with open_checkpoint(out, step) as arrays:
         leaves = []
         for name, expected in named_leaves(like):
-            found = arrays[name]
-            if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+            leaf = arrays[name]
+            if (leaf.shape, leaf.dtype) != (expected.shape, expected.dtype):
                 raise ValueError(
-                    f"{name} is {found.dtype}{found.shape}, not {expected.dtype}{expected.shape}"
+                    f"{name} is {leaf.dtype}{leaf.shape}, not {expected.dtype}{expected.shape}"
                 )
-            leaves.append(jnp.array(found))
+            leaves.append(jnp.array(leaf))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -471,7 +471,8 @@ class Log:
         self.settings = settings
         self.path = Path(settings.out, "metrics.jsonl")
         self.bar: Any = None
-        self.then, self.fresh = 0.0, True  # when the last step ended; nothing ran yet
+        self.step_end = 0.0  # when the last step ended
+        self.is_first_step = True
 
     def __enter__(self):
         return self
@@ -492,7 +493,7 @@ class Log:
                 self.bar = tqdm(
                     total=self.settings.steps, initial=first, unit="step", dynamic_ncols=True
                 )
-        self.then = time.perf_counter()
+        self.step_end = time.perf_counter()
 
     def _keep(self, last: int) -> None:
         """Drop the lines of steps after `last` and those that cannot be read, such as one that a crash cut."""
@@ -512,8 +513,8 @@ class Log:
     def step(self, step: int, metrics: dict[str, Array]) -> None:
         values = {name: float(x) for name, x in metrics.items()}  # waits for the step
         now = time.perf_counter()
-        speed = self.settings.batch * self.settings.context / (now - self.then)
-        self.then = now
+        speed = self.settings.batch * self.settings.context / (now - self.step_end)
+        self.step_end = now
         note = (
             f"loss {values['loss']:.3f}  {speed:8,.0f} tokens/s  {peak_memory() / 2**20:,.0f} MiB"
         )
@@ -522,18 +523,20 @@ class Log:
         if self.bar is not None:
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update()
-        elif step % self.settings.log_every == 0 or step == self.settings.steps or self.fresh:
+        elif (
+            step % self.settings.log_every == 0 or step == self.settings.steps or self.is_first_step
+        ):
             self._say(
                 f"step {step:5d}/{self.settings.steps}  {note}"
-                + "  (with compilation)" * self.fresh
+                + "  (with compilation)" * self.is_first_step
             )
-        self.fresh = False
+        self.is_first_step = False
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         append_line(self.path, json.dumps({"step": step} | values))
         self._say(f"step {step:5d}/{self.settings.steps}  evaluation: loss {values['eval_loss']:.3f} nats per token, "
                   f"{values['eval_accuracy']:.1%} right")  # fmt: skip
-        self.then = time.perf_counter()
+        self.step_end = time.perf_counter()
 
     def _say(self, line: str) -> None:
         if self.bar is not None:

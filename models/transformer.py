@@ -120,10 +120,7 @@ class Transformer(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         self.embedding = nnx.Embed(
-            VOCABULARY,
-            config.width,
-            embedding_init=nnx.initializers.normal(1.0),
-            rngs=rngs,
+            VOCABULARY, config.width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
 
         @nnx.split_rngs(splits=config.layers)
@@ -155,9 +152,9 @@ class Transformer(nnx.Module):
         layer_def, parameters = nnx.split(self.layers)
 
         def layer(x, parameters):
-            here: Layer = nnx.merge(layer_def, parameters)
-            q, k, v = here.project(x, turn)
-            return here.combine(x, attend(self.config, q, k, v, segment_ids)), None
+            module: Layer = nnx.merge(layer_def, parameters)
+            q, k, v = module.project(x, turn)
+            return module.combine(x, attend(self.config, q, k, v, segment_ids)), None
 
         if self.config.remat:
             keep = jax.checkpoint_policies.save_only_these_names(*memeff.RESIDUAL_NAMES)
@@ -202,7 +199,7 @@ class Transformer(nnx.Module):
         """Return logits of `tokens` [B, T] that follow what `caches` hold, and the caches with them; one document per row.
 
         Of a row, only the first counts[b] tokens count. Layers are compiled one by one, so that each writes its cache in
-        place. Their parameters may be apart, as `models.generate.apart` returns them.
+        place. Their parameters may be unstacked, as `models.generate.decoding_params` returns them.
         """
         x, caches = self.decode_hidden(tokens, caches, counts)
         return self.head(x), caches
@@ -216,11 +213,11 @@ class Transformer(nnx.Module):
         x = self.vectors(tokens)
         appended = []
         for n, cache in enumerate(caches):
-            own = jax.tree.map(lambda p, n=n: p[n], parameters, is_leaf=is_apart)
-            here: Layer = nnx.merge(layer_def, own)
-            q, k, v = here.project(x, turn)
+            layer_parameters = jax.tree.map(lambda p, n=n: p[n], parameters, is_leaf=is_unstacked)
+            module: Layer = nnx.merge(layer_def, layer_parameters)
+            q, k, v = module.project(x, turn)
             cache = cache.append(k, v, counts)
-            x = here.combine(x, attend_cached(self.config, q, cache, counts))
+            x = module.combine(x, attend_cached(self.config, q, cache, counts))
             appended.append(cache)
         return self.norm(x), tuple(appended)
 
@@ -241,7 +238,7 @@ class Transformer(nnx.Module):
         )
 
 
-def is_apart(parameter: Any) -> bool:
+def is_unstacked(parameter: Any) -> bool:
     """Return whether a parameter of the layers is a tuple with an array for each layer, not a stack."""
     return isinstance(parameter, tuple)
 

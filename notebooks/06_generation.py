@@ -281,7 +281,7 @@ assert alone == together[0]
 
 # %%
 contexts = [256] if SHORT else [1024, 4096, 16384]
-params = writer.apart(graphdef, params)
+params = writer.decoding_params(graphdef, params)
 for batch in (1, 8):
     for context in contexts:
         starts = [np.zeros(context, np.int32)] * batch

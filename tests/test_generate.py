@@ -154,10 +154,10 @@ def test_the_measurement_refuses_in_a_sentence(flags, message):
 
 def test_layers_are_apart_in_the_dtype_of_the_computation():
     graphdef, params = build(dtype="bfloat16")
-    kernels = generate.apart(graphdef, params)["layers"]["gate"]["kernel"].get_value()
+    kernels = generate.decoding_params(graphdef, params)["layers"]["gate"]["kernel"].get_value()
     stack = params["layers"]["gate"]["kernel"].get_value()
     assert len(kernels) == len(stack) > 1
     for kernel, stacked in zip(kernels, stack, strict=True):
         np.testing.assert_array_equal(kernel, stacked.astype(jnp.bfloat16))
-    scales = generate.apart(graphdef, params)["layers"]["feed_norm"]["scale"].get_value()
+    scales = generate.decoding_params(graphdef, params)["layers"]["feed_norm"]["scale"].get_value()
     assert scales[0].dtype == jnp.float32  # norms compute in float32

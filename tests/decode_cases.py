@@ -32,23 +32,14 @@ def tree_of_drafts(batch, head, q_pos, k_pos, first):
 
 # Sizes and keyword arguments. Two key heads share an item where there are two, and four of 64.
 CASES = {
-    "ragged": (
-        Sizes(B=4, T=1, S=1200, K=2, G=2, H=64, D=64),
-        filled([0, 1, 640, 1200]),
-    ),
+    "ragged": (Sizes(B=4, T=1, S=1200, K=2, G=2, H=64, D=64), filled([0, 1, 640, 1200])),
     "drafts": (
         Sizes(B=2, T=5, S=1056, K=1, G=3, H=128, D=128),
         filled([1003, 6], T=5)
         | dict(logits_soft_cap=3.0, sinks=np.array([1.5, -np.inf, 200], f32)),
     ),
-    "four heads": (
-        Sizes(B=2, T=2, S=704, K=4, G=2, H=64, D=64),
-        filled([704, 511], T=2),
-    ),
-    "three heads": (
-        Sizes(B=2, T=1, S=704, K=3, G=1, H=64, D=128),
-        filled([703, 64]),
-    ),
+    "four heads": (Sizes(B=2, T=2, S=704, K=4, G=2, H=64, D=64), filled([704, 511], T=2)),
+    "three heads": (Sizes(B=2, T=1, S=704, K=3, G=1, H=64, D=128), filled([703, 64])),
     "window": (
         Sizes(B=2, T=3, S=2000, K=2, G=2, H=128, D=64),
         dict(local_window_size=(700, 0), q_offset=i32([1900, 20])),
@@ -58,10 +49,7 @@ CASES = {
         dict(local_window_size=(40, 600), q_offset=500, scale=-0.2),
     ),
     "all keys": (Sizes(B=1, T=3, S=600, K=1, G=4, H=64, D=64), {}),
-    "two tiles of rows": (
-        Sizes(B=2, T=20, S=600, K=1, G=5, H=64, D=64),
-        filled([600, 333], T=20),
-    ),
+    "two tiles of rows": (Sizes(B=2, T=20, S=600, K=1, G=5, H=64, D=64), filled([600, 333], T=20)),
     "queries end": (
         Sizes(B=3, T=4, S=600, K=1, G=2, H=64, D=64),
         dict(query_seq_lengths=i32([4, 2, 0]), is_causal=True, q_offset=i32([300, 500, 100])),

@@ -183,12 +183,7 @@ def _score(choices: Choices, z: Sizes, dtype: str, wide: Any) -> dict[str, Any]:
     if score is not None:
         return {"score_fn": abstract(score)}
     short = choices.one_of(dtype, wide)
-    params = (
-        array((z.B, z.N), wide),
-        array((z.T,), short),
-        array((z.S,), short),
-        array((), wide),
-    )
+    params = (array((z.B, z.N), wide), array((z.T,), short), array((z.S,), short), array((), wide))
     return {"score_fn": _alibi_with_tables, "score_params": params}
 
 

@@ -229,18 +229,12 @@ CASES = {
     "narrow window": (small(T=200, S=200), dict(local_window_size=(0, 0))),
     "lengths": (
         small(B=2, T=200, S=300),
-        dict(
-            query_seq_lengths=i32([70, 200]),
-            key_value_seq_lengths=i32([300, 0]),
-        ),
+        dict(query_seq_lengths=i32([70, 200]), key_value_seq_lengths=i32([300, 0])),
     ),
     "soft cap": (small(T=130, S=130), dict(logits_soft_cap=1.5, is_causal=True)),
     "segments": (
         small(B=2, T=200, S=200, G=2),
-        dict(
-            query_segment_ids=np.sort(SEGMENTS).astype(np.int32),
-            is_causal=True,
-        ),
+        dict(query_segment_ids=np.sort(SEGMENTS).astype(np.int32), is_causal=True),
     ),
     "segments, long": (  # tiles without masks lie between masked tiles
         small(T=520, S=520),
@@ -271,20 +265,13 @@ CASES = {
     ),
     "queries masked": (
         small(T=200, S=130),
-        dict(
-            mask=(np.arange(200) % 100 < 70)[:, None],
-            is_causal=True,
-        ),
+        dict(mask=(np.arange(200) % 100 < 70)[:, None], is_causal=True),
     ),
     "scale": (small(T=64, S=130), dict(scale=-0.3)),
     "keys behind the last query": (small(T=70, S=140), dict(local_window_size=(30, 20))),
     "queries behind the last key": (
         small(T=140, S=70, H=128, D=128),
-        dict(
-            local_window_size=(20, 9),
-            query_seq_lengths=i32([120]),
-            is_causal=True,
-        ),
+        dict(local_window_size=(20, 9), query_seq_lengths=i32([120]), is_causal=True),
     ),
     "129": (
         small(T=129, S=129),
@@ -298,11 +285,7 @@ CASES = {
     # A sink as large as the logits, no sink, and one far above them. Some rows see nothing.
     "sinks": (
         small(T=70, S=140, G=3),
-        dict(
-            sinks=np.array([1.5, -np.inf, 200], f32),
-            is_causal=True,
-            q_offset=i32([-5]),
-        ),
+        dict(sinks=np.array([1.5, -np.inf, 200], f32), is_causal=True, q_offset=i32([-5])),
     ),
     "everything": (
         small(B=2, T=150, S=280, G=3, H=72, D=8),
@@ -347,10 +330,7 @@ FUSED = {
     "blocks": (small(B=2, T=300, S=300, K=2, H=40, D=64), dict(is_causal=True), False),
     "segments": (
         small(B=1, T=150, S=100, H=128, D=128),
-        dict(
-            query_segment_ids=i32([[1, 5] * 75]),
-            key_value_segment_ids=i32([[5, 1, 1, 2] * 25]),
-        ),
+        dict(query_segment_ids=i32([[1, 5] * 75]), key_value_segment_ids=i32([[5, 1, 1, 2] * 25])),
         True,
     ),
     "soft cap, lengths": (

@@ -136,11 +136,7 @@ def make_call(
                 static["mask_fn"] = memeff.block_mask(mask, T, S, block_size=4)
             case _:
                 raise KeyError(feature)
-    arrays |= {
-        "query": normal(B, T, N, H),
-        "key": normal(B, S, K, H),
-        "value": normal(B, S, K, D),
-    }
+    arrays |= {"query": normal(B, T, N, H), "key": normal(B, S, K, H), "value": normal(B, S, K, D)}
     return Call(T, S, static, arrays)
 
 

@@ -14,15 +14,7 @@ f32 = np.float32
 PATTERNS = list(itertools.product((True, False), repeat=4))
 SMALL = Sizes(B=2, T=11, S=13, K=3, G=2, H=3, D=4)
 FULL = (SMALL.B, SMALL.N, SMALL.T, SMALL.S)
-FEWER_DIMS = (
-    FULL[1:],
-    FULL[2:],
-    FULL[3:],
-    (),
-    (SMALL.N, 1, 1),
-    (1, SMALL.S),
-    (SMALL.T, 1),
-)
+FEWER_DIMS = (FULL[1:], FULL[2:], FULL[3:], (), (SMALL.N, 1, 1), (1, SMALL.S), (SMALL.T, 1))
 BATCH_SHAPES = (  # leading dims, and the shape of a bias
     ((), (6, 11, 13)),
     ((3, 2), (3, 1, 1, 11, 13)),

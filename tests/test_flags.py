@@ -29,8 +29,7 @@ def _int32(numbers):
 def _segments(dtype):
     query_ids = np.repeat([[0, 1]], 13, 0).T
     return dict(
-        query_segment_ids=query_ids.astype(dtype),
-        key_value_segment_ids=np.ones((2, 17), dtype),
+        query_segment_ids=query_ids.astype(dtype), key_value_segment_ids=np.ones((2, 17), dtype)
     )
 
 
@@ -39,10 +38,7 @@ FLAGGED = {
     "full": {},
     "causal": dict(is_causal=True),
     "window": dict(local_window_size=(3, 2)),
-    "lengths": dict(
-        key_value_seq_lengths=_int32([0, 9]),
-        query_seq_lengths=_int32([5, 13]),
-    ),
+    "lengths": dict(key_value_seq_lengths=_int32([0, 9]), query_seq_lengths=_int32([5, 13])),
     "offset": dict(q_offset=_int32([0, -4]), is_causal=True),
     "bias": dict(bias=np.zeros((4, 13, 17), f32)),
     "mask": dict(mask=np.tri(13, 17, -1, dtype=bool)),
@@ -106,11 +102,7 @@ def _bf16(x):
 def test_strict_promotion_of_the_two_bfloat16_terms():
     """Bias, scale and cap may have the dtype of the model."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        terms = dict(
-            bias=_bf16(np.zeros((4, 1, 17))),
-            scale=_bf16(0.3),
-            logits_soft_cap=_bf16(3.0),
-        )
+        terms = dict(bias=_bf16(np.zeros((4, 1, 17))), scale=_bf16(0.3), logits_soft_cap=_bf16(3.0))
         run = functools.partial(_flagged, terms, jnp.bfloat16)
         (out, _), _ = jax.eval_shape(run)
     assert out.dtype == jnp.bfloat16
@@ -251,8 +243,7 @@ def test_debug_flags(name, flag, jit):
 
 
 @pytest.mark.parametrize(
-    "name",
-    few(["lengths", "functions", "causal", "bias", "dropout"], ["lengths", "functions"]),
+    "name", few(["lengths", "functions", "causal", "bias", "dropout"], ["lengths", "functions"])
 )
 def test_no_tracer_leaks(name):
     run = functools.partial(_flagged, FLAGGED[name])

@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
-from flax_cases import (
-    LINEN,
-    NNX,
-    B,
-    F,
-    N,
-    assert_equal,
-    build,
-    family,
-    nnx_layer,
-    uniform,
-)
+from flax_cases import LINEN, NNX, B, F, N, assert_equal, build, family, nnx_layer, uniform
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -80,16 +80,8 @@ WRONG = [  # keyword arguments, error, its words
         TypeError,
         r"score_fn needs the value .* use jnp\.where instead of if",
     ),
-    (
-        dict(score_fn=_score_of_shape_1),
-        TypeError,
-        r"must return one float32; got float32\[1\]",
-    ),
-    (
-        dict(score_fn=_score_of_integers),
-        TypeError,
-        r"must return one float32; got int32\[\]",
-    ),
+    (dict(score_fn=_score_of_shape_1), TypeError, r"must return one float32; got float32\[1\]"),
+    (dict(score_fn=_score_of_integers), TypeError, r"must return one float32; got int32\[\]"),
     (
         dict(score_fn=_score_of_two),
         TypeError,
@@ -138,21 +130,9 @@ WRONG = [  # keyword arguments, error, its words
         ValueError,
         r"params for Q=255 query positions \(q_offset \+ T\), but this call has Q=257",
     ),
-    (
-        dict(mask_fn=_one_batch_entry),
-        ValueError,
-        r"made with batch=1, and this call has B=2",
-    ),
-    (
-        dict(mask_fn=_two_heads),
-        ValueError,
-        r"made with heads=2, and this call has N=4",
-    ),
-    (
-        dict(score_params=1),
-        ValueError,
-        r"score_params came without score_fn: pass both",
-    ),
+    (dict(mask_fn=_one_batch_entry), ValueError, r"made with batch=1, and this call has B=2"),
+    (dict(mask_fn=_two_heads), ValueError, r"made with heads=2, and this call has N=4"),
+    (dict(score_params=1), ValueError, r"score_params came without score_fn: pass both"),
     (
         dict(score_fn=scores.alibi(np.ones(4)), score_params=1),
         ValueError,
@@ -163,11 +143,7 @@ WRONG = [  # keyword arguments, error, its words
         TypeError,
         r"mask_fn is called with scalars.* one bool; got int32\[\]",
     ),
-    (
-        dict(mask_params=1),
-        ValueError,
-        r"mask_params came without mask_fn: pass both",
-    ),
+    (dict(mask_params=1), ValueError, r"mask_params came without mask_fn: pass both"),
     (
         dict(qk_transform=_transform_that_cuts),
         TypeError,
@@ -193,11 +169,7 @@ WRONG = [  # keyword arguments, error, its words
         ValueError,
         r"sinks must be floats of shape \(N=4,\), a logit for each head",
     ),
-    (
-        dict(mask_fn=_other_lengths),
-        ValueError,
-        r"block mask of T, S = \(9, 9\), .*\(5, 7\)",
-    ),
+    (dict(mask_fn=_other_lengths), ValueError, r"block mask of T, S = \(9, 9\), .*\(5, 7\)"),
     (
         dict(mask_fn=_causal_blocks, q_offset=2),
         ValueError,
@@ -266,11 +238,7 @@ WRONG_ARGUMENTS = [
     (lambda: masks.ancestors_of(np.full(33, -1)), ValueError, "parents has 33 drafts"),
     (lambda: masks.ancestors_of([-1, -2]), ValueError, "or be -1 where there is none; got -2"),
     (lambda: masks.causal() & 3, TypeError, "memeff.Mask combines with another .* got int 3"),
-    (
-        lambda: masks.causal() | scores.alibi([1.0]),
-        TypeError,
-        r"Wrap a function: memeff.Mask",
-    ),
+    (lambda: masks.causal() | scores.alibi([1.0]), TypeError, r"Wrap a function: memeff.Mask"),
     (lambda: scores.alibi([1.0]).then(None), TypeError, "memeff.Score combines with another"),
     (lambda: transforms.rotary().then(2), TypeError, "memeff.Transform combines with another"),
     (lambda: scores.alibi(1.0), ValueError, r"slopes must have shape \[N\]; got \(\)"),
@@ -286,11 +254,7 @@ WRONG_ARGUMENTS = [
     (lambda: transforms.rotary(0), ValueError, "base=0: it must be > 0"),
     (lambda: transforms.rotary("a"), TypeError, "base must be a number"),
     (lambda: transforms.rms_norm(1.0, 1.0), ValueError, r"query_scale must have shape \[H\]"),
-    (
-        lambda: transforms.rms_norm(X[0, 0, 0], X[0, 0, 0], -1),
-        ValueError,
-        "epsilon=-1: it must",
-    ),
+    (lambda: transforms.rms_norm(X[0, 0, 0], X[0, 0, 0], -1), ValueError, "epsilon=-1: it must"),
     (
         lambda: dot_product_attention(
             X, X, X, qk_transform=transforms.rms_norm(np.ones(8), np.ones(2))

@@ -228,10 +228,7 @@ NOTHING = {
     "bias finfo.min": {"bias": _bias_that_hides(LOWEST)},
     "bias -inf of all": {"bias": np.full((T, 1), -np.inf, f32)},
     "bias of two kinds": {"bias": np.where(ODD, -np.inf, LOWEST).astype(f32)},
-    "lengths": {
-        "query_seq_lengths": np.array([20, 0]),
-        "key_value_seq_lengths": np.array([53, 9]),
-    },
+    "lengths": {"query_seq_lengths": np.array([20, 0]), "key_value_seq_lengths": np.array([53, 9])},
     "key length 0": {"key_value_seq_lengths": np.array([0, 17])},
     "segments": {
         "query_segment_ids": np.where(DEAD_ROWS, 99, 1)[None].repeat(2, 0),
@@ -240,14 +237,8 @@ NOTHING = {
     "offset before": {"is_causal": True, "q_offset": -7},
     "offset past": {"local_window_size": (3, 3), "q_offset": 40},
     "offsets": {"local_window_size": (3, 0), "q_offset": np.array([-20, 51])},
-    "mask against window": {
-        "mask": np.tri(T, S, -5, dtype=bool),
-        "local_window_size": (4, 1),
-    },
-    "mask against bias": {
-        "mask": ~ODD,
-        "bias": np.where(ODD, 0, -np.inf).astype(f32),
-    },
+    "mask against window": {"mask": np.tri(T, S, -5, dtype=bool), "local_window_size": (4, 1)},
+    "mask against bias": {"mask": ~ODD, "bias": np.where(ODD, 0, -np.inf).astype(f32)},
 }
 SLOW_NOTHING = ("mask of all", "bias -inf of all", "mask against bias", "offset before")
 FAST_NOTHING = tuple(name for name in NOTHING if name not in SLOW_NOTHING)
@@ -388,15 +379,7 @@ def _calls(draw):
     def size(most, least=1):
         return draw(st.integers(least, most))
 
-    z = Sizes(
-        B=size(2),
-        T=size(9),
-        S=size(9),
-        K=size(2),
-        G=size(2),
-        H=size(3),
-        D=size(3),
-    )
+    z = Sizes(B=size(2), T=size(9), S=size(9), K=size(2), G=size(2), H=size(3), D=size(3))
     side = st.one_of(st.none(), st.integers(0, 5))
     window = st.one_of(st.none(), st.integers(0, 4), st.tuples(side, side))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

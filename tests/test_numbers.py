@@ -236,11 +236,7 @@ def _row_sums(query, key, value, bias):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.once
 def test_lse_is_float32_natural_and_right(dtype):
-    groups = {
-        "float32": in_group("causal", FLOAT32),
-        "bfloat16": BFLOAT16,
-        "float16": FLOAT16,
-    }
+    groups = {"float32": in_group("causal", FLOAT32), "bfloat16": BFLOAT16, "float16": FLOAT16}
     lse = run_cases(groups[dtype], dtype)["causal"].lse
     assert lse.dtype == np.float32
     np.testing.assert_allclose(lse, true_case("causal", dtype).lse, rtol=1e-6, atol=1e-6)
@@ -323,28 +319,14 @@ def test_invariances():
     close(permuted, out[::-1])
     heads = np.array([2, 0, 1])
     groups = (heads[:, None] * 2 + np.arange(2)).ravel()
-    permuted, _ = call(
-        query[:, :, groups],
-        key[:, :, heads],
-        value[:, :, heads],
-        bias[:, groups],
-    )
+    permuted, _ = call(query[:, :, groups], key[:, :, heads], value[:, :, heads], bias[:, groups])
     close(permuted, out[:, :, groups])
 
 
 def test_chunk_sizes_agree():
     args, kwargs = CASES["causal&window&soft_cap&segments"].inputs()
     kwargs["bias"] = np.random.default_rng(7).standard_normal((6, 37, 53)).astype(f32)
-    sizes = [
-        (1, 1),
-        (7, 13),
-        (37, 53),
-        (36, 52),
-        (1000, 1000),
-        (1, 53),
-        (37, 1),
-        None,
-    ]
+    sizes = [(1, 1), (7, 13), (37, 53), (36, 52), (1000, 1000), (1, 53), (37, 1), None]
     results = run_calls({str(c): (args, kwargs | {"chunk_size": c}) for c in sizes})
     first, *rest = results.values()
     for size, result in zip(sizes[1:], rest, strict=True):

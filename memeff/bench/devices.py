@@ -44,13 +44,7 @@ from jax.sharding import (
 import memeff
 from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import (
-    add_dtype,
-    add_measuring_options,
-    new_parser,
-    output_file,
-    size,
-)
+from memeff.bench.options import add_dtype, add_measuring_options, new_parser, output_file, size
 from memeff.bench.plots import devices_figure, save_figure
 from memeff.bench.programs import compile_all, first_line, measuring_command, record_rows
 from memeff.bench.results import read_results

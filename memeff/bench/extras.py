@@ -115,11 +115,7 @@ def apply_score(score: Score, logits: Array, heads: Array, rows: Array, cols: Ar
 
 
 def extra_logits(
-    name: str,
-    heads: int,
-    length: int,
-    logits: np.ndarray,
-    rows: np.ndarray,
+    name: str, heads: int, length: int, logits: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the logits that the softmax gets, and their derivative by `logits`, in float64.
 

@@ -94,11 +94,7 @@ def rounded_inputs(inputs: HardInputs, dtype: str) -> HardInputs:
 
 
 def array_errors(
-    result: np.ndarray,
-    plain: np.ndarray,
-    saved: np.ndarray,
-    truth: np.ndarray,
-    dtype: str,
+    result: np.ndarray, plain: np.ndarray, saved: np.ndarray, truth: np.ndarray, dtype: str
 ) -> dict[str, float | None]:
     """Return the largest errors of memeff, of plain attention, and of that from saved results.
 

@@ -73,9 +73,7 @@ def equal_keys(rng: np.random.Generator, *, value: float, S: int = S) -> HardInp
     """Set every number of queries and keys to 4; values are near `value`. The exact dq is 0."""
     inputs = normal(rng, S=S)
     return inputs._replace(
-        query=np.full((T, H), 4.0),
-        key=np.full((S, H), 4.0),
-        value=value * (1 + inputs.value / 16),
+        query=np.full((T, H), 4.0), key=np.full((S, H), 4.0), value=value * (1 + inputs.value / 16)
     )
 
 

@@ -41,10 +41,7 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
         "64k 256k 1M for memory)",
     )
     add(
-        "--query-length",
-        type=size,
-        metavar="T",
-        help="queries, at the last positions (default: S)",
+        "--query-length", type=size, metavar="T", help="queries, at the last positions (default: S)"
     )
     add(
         "--decode",

@@ -16,13 +16,7 @@ from memeff import compiling, dispatch, memory_model, pallas, sharding, tile_siz
 from memeff.arguments import AttentionKwargs
 from memeff.call import request_of, run_attention
 from memeff.chunked.schedule import count_tiles
-from memeff.device import (
-    Device,
-    current_device,
-    current_platform,
-    device_of,
-    pretend_device,
-)
+from memeff.device import Device, current_device, current_platform, device_of, pretend_device
 from memeff.diagnostics.bind import (
     bind_arguments,
     prepare_shapes,
@@ -240,9 +234,7 @@ def make_plan(
 
 
 def _longest(
-    operands: Operands,
-    device_bytes: int | None,
-    temp_bytes: Callable[[Operands], tuple[int, int]],
+    operands: Operands, device_bytes: int | None, temp_bytes: Callable[[Operands], tuple[int, int]]
 ) -> int | None:
     """Return the longest T below 2^30 that fits into the device, 0 if none does.
 

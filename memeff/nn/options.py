@@ -50,11 +50,7 @@ def check_head_size(num_heads: int, qkv_features: int | None, features: int) -> 
 
 
 def check_options(
-    attention_fn,
-    dropout_rate,
-    is_causal,
-    local_window_size,
-    logits_soft_cap,
+    attention_fn, dropout_rate, is_causal, local_window_size, logits_soft_cap
 ) -> None:
     """Refuse, when the module is made, values that the attention would refuse when it is called."""
     validate.check_window(local_window_size, is_causal)

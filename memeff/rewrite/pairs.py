@@ -7,17 +7,7 @@ from typing import Any
 from memeff.rewrite.axes import Index, Letter, NoMatch, count_positions, letters_in
 from memeff.rewrite.reader import letters_of, position_along
 from memeff.rewrite.recognise import Match
-from memeff.rewrite.symbols import (
-    And,
-    AtLeastZero,
-    Formula,
-    IsZero,
-    Known,
-    Leaf,
-    Not,
-    Or,
-    SameIds,
-)
+from memeff.rewrite.symbols import And, AtLeastZero, Formula, IsZero, Known, Leaf, Not, Or, SameIds
 
 ONE_QUERY = "one query only, so the logits are no larger than the keys"
 

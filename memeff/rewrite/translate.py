@@ -57,10 +57,7 @@ def translate(match: Match, *, with_equations: bool = False) -> Replacement:
             roles = translation.roles  # both calls return [*leads, T, N, D]
             exact = _Translation(match, depends, logits.exact, inputs, roles).recipe()
         recipe = dataclasses.replace(
-            recipe,
-            if_some_row_is_empty=exact,
-            lowest=logits.lowest,
-            bias_decides=bias_decides,
+            recipe, if_some_row_is_empty=exact, lowest=logits.lowest, bias_decides=bias_decides
         )
     equations = translation.equations() if with_equations else None
     return Replacement(match, recipe, tuple(inputs.values), tuple(inputs.of_pairs), equations)

@@ -30,12 +30,7 @@ from memeff.sharding import vary_together
 from memeff.slicing import add_slice, write_slice
 from memeff.softmax import Lse
 from memeff.vocabulary.derivatives import Forward, Function
-from memeff.vocabulary.loops import (
-    Tiles,
-    lse_of_sums,
-    online_step,
-    transpose_logits,
-)
+from memeff.vocabulary.loops import Tiles, lse_of_sums, online_step, transpose_logits
 from memeff.vocabulary.loss import LossTerms, count_visible, losses_that_count, token_losses
 from memeff.vocabulary.tile import (
     ABSENT,

@@ -128,22 +128,12 @@ def measured_rows(options: argparse.Namespace) -> Iterable[Row]:
 
 def asked_cases(options: argparse.Namespace) -> list[Case]:
     """Return the cases that the options ask for, in the order of the table."""
+    names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "query_length")
+    shared = {name: getattr(options, name) for name in names}
     choices = itertools.product(options.length, options.mask, options.mode, options.extra)
     cases = []
     for length, mask, mode, extra in choices:
-        case = Case(
-            length=length,
-            batch=options.batch,
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            head_dim=options.head_dim,
-            dtype=options.dtype,
-            mask=mask,
-            mode=mode,
-            query_length=options.query_length,
-            extra=extra,
-        )
-        cases.append(case)
+        cases.append(Case(length=length, mask=mask, mode=mode, extra=extra, **shared))
     return cases
 
 

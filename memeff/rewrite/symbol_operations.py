@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,9 @@ def combine(equation: Any, symbols: list[Any]) -> Symbol | None:
     if name in ("copy", "stop_gradient"):
         return symbols[0]
     if name == "select_n":
-        return _select(symbols, dtype)
-    if np.issubdtype(dtype, np.bool_) and name in ("and", "or", "not", "xor"):
-        return _logic(name, [as_formula(x) for x in symbols])
+        selected = _select(symbols, dtype)
+        if selected is not None:
+            return selected
     if name == "abs" and isinstance(symbols[0], Affine):
         return Distance(symbols[0])
     affine = [_as_affine(x) for x in symbols]
@@ -146,47 +147,19 @@ def decide(formula: Formula) -> Formula:
     return formula
 
 
-def _logic(name: str, formulas: list[Formula]) -> Choice:
-    if name == "not":
-        result = negate(formulas[0])
-    elif name == "and":
-        result = both(*formulas)
-    elif name == "or":
-        result = either(*formulas)
-    else:
-        first, second = formulas
-        result = either(both(first, negate(second)), both(negate(first), second))
-    return Choice(result, True, False)
-
-
 def _select(symbols: list[Any], dtype: Any) -> Symbol | None:
-    """Return `select_n(which, if_false, if_true)` of symbols."""
+    """Return `select_n(which, if_false, if_true)` of booleans, or where `which` is known."""
     if len(symbols) != 3:
         return None
-    which, if_false, if_true = symbols
+    which, if_false, if_true = (_as_choice(x) for x in symbols)
     if isinstance(which, Number) and which.value.dtype == bool:
         return if_true if which.value else if_false
-    if not isinstance(which, Choice | Opaque):
-        return None
-    if isinstance(which, Opaque) and which.value.dtype != bool:
+    if not isinstance(which, Choice) or not np.issubdtype(dtype, np.bool_):
         return None
     condition = as_formula(which)
-    if np.issubdtype(dtype, np.bool_):
-        yes = both(condition, as_formula(if_true))
-        no = both(negate(condition), as_formula(if_false))
-        return Choice(either(yes, no), True, False)
-    if isinstance(if_true, Number) and isinstance(if_false, Number):
-        return Choice(condition, if_true.value, if_false.value)
-    if isinstance(if_false, Choice) and isinstance(if_true, Number):
-        condition = negate(condition)
-        if_false, if_true = if_true, if_false
-    if isinstance(if_true, Choice) and isinstance(if_false, Number):
-        if if_false.value == if_true.no:
-            return Choice(both(condition, if_true.condition), if_true.yes, if_true.no)
-        if if_false.value == if_true.yes:
-            hidden = both(condition, negate(if_true.condition))
-            return Choice(negate(hidden), if_true.yes, if_true.no)
-    return None
+    yes = both(condition, as_formula(if_true))
+    no = both(negate(condition), as_formula(if_false))
+    return Choice(either(yes, no), True, False)
 
 
 def _of_choices(eqn: Any, symbols: list[Any]) -> Symbol | None:
@@ -194,9 +167,8 @@ def _of_choices(eqn: Any, symbols: list[Any]) -> Symbol | None:
     choices = list(dict.fromkeys(x for x in symbols if isinstance(x, Choice)))
     if len(choices) not in (1, 2):
         return None
-
-    def result(*branches: bool) -> Any:
-        """Return the result where the choices take these branches."""
+    results = {}  # by the branches that the choices take
+    for branches in itertools.product((True, False), repeat=len(choices)):
         taken = dict(zip(choices, branches, strict=True))
         numbers = []
         for symbol in symbols:
@@ -204,21 +176,16 @@ def _of_choices(eqn: Any, symbols: list[Any]) -> Symbol | None:
                 numbers.append(symbol.value)
             else:
                 numbers.append(symbol.yes if taken[symbol] else symbol.no)
-        return compute(eqn, [np.asarray(x)[()] for x in numbers])
-
-    if len(choices) == 1:
-        yes = result(True)
-        no = result(False)
-        if yes is None:
+        results[branches] = compute(eqn, [np.asarray(x)[()] for x in numbers])
+        if results[branches] is None:
             return None
-        return Number(yes) if yes == no else Choice(choices[0].condition, yes, no)
-    first, second = (x.condition for x in choices)
-    table = [result(True, True), result(True, False), result(False, True), result(False, False)]
-    if table[0] is None:
-        return None
-    yes, mixed, mixed_too, no = table
-    if mixed == mixed_too == no:
-        return Choice(both(first, second), yes, no)
-    if mixed == mixed_too == yes:
-        return Choice(either(first, second), yes, no)
+    for branches, result in results.items():
+        other, *rest = [x for key, x in results.items() if key != branches]
+        if all(x == other for x in rest):  # these branches alone differ, or none
+            if result == other:
+                return Number(result)
+            parts = []
+            for choice, is_taken in zip(choices, branches, strict=True):
+                parts.append(choice.condition if is_taken else negate(choice.condition))
+            return Choice(both(*parts), result, other)
     return None

@@ -239,7 +239,7 @@ class Program:
             p = jnp.where(arrays["dense"], p, 0)
         out = self._times_value(p, v)
         if late is not None:
-            out = out / (late if self.heads != "vmapped" else late)
+            out = out / late
         if self.decoy == "twice":
             return out, self._times_value(p, v * v)
         if self.decoy == "returned":

@@ -25,10 +25,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import SingleDeviceSharding
 
 import memeff
 from memeff.rewrite import assignment, check
+from memeff.rewrite.axes import new_index
+from memeff.rewrite.element import Builder, Roles, tabulate
+from memeff.rewrite.graph import Graph
+from memeff.rewrite.reader import Reader
 from memeff.rewrite.scope import Search
+from memeff.rewrite.symbols import Choice
 from memeff.rewrite.transform import MIN_LOGITS
 
 find = functools.partial(memeff.find_attention, min_logits=0)
@@ -1292,6 +1298,35 @@ def sum_of_half_the_column(e):
     return e.sum(-1, keepdims=True) - e[:, -1:] / 2
 
 
+@pytest.mark.parametrize("is_everywhere", [True, False])
+def test_a_maximum_that_is_rounded_in_one_place_alone_is_left(is_everywhere):
+    """exp makes a factor of the rounding, which the softmax and its sink or its sum must share."""
+
+    def attend(q, k, v, z):
+        def parts(number):
+            s = (q + number) @ k.T
+            m = s.max(-1, keepdims=True)
+            rounded = m.astype(jnp.bfloat16).astype(m.dtype)
+            m = rounded if is_everywhere else m
+            e = jnp.exp(s - m)
+            return s, m, rounded, e, e.sum(-1, keepdims=True)
+
+        _, _, rounded, e, total = parts(1)
+        added = e / (total + jnp.exp(z - rounded))
+        s, m, rounded, e, total = parts(2)
+        in_log = jnp.exp(s - jnp.log(total + jnp.exp(z - rounded)) - m)
+        s, m, rounded, e, total = parts(3)
+        summed = jnp.exp(s - (jnp.log(total) + rounded))
+        return [p @ v for p in (added, in_log, summed)]
+
+    arrays = (*qkv_of_one_head(), jnp.float32(2))
+    report = find(attend, *arrays)
+    assert (len(report.replaced), len(report.left)) == ((3, 0) if is_everywhere else (0, 3))
+    results = jax.jit(replace(attend))(*arrays)
+    for x, y in zip(results, jax.jit(attend)(*arrays), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
 @pytest.mark.parametrize("total", [sum_without_the_column, sum_of_half_the_column])
 def test_a_column_that_the_division_after_the_product_lacks_is_left(total):
     def attend(q, k, v):
@@ -1552,6 +1587,85 @@ def test_a_bias_may_hide_keys_below_those_that_a_mask_hides(logits, of_pairs):
         for x, y in zip(gradients, expected, strict=True):
             is_finite = np.isfinite(y)
             np.testing.assert_allclose(x[is_finite], y[is_finite], atol=1e-5, err_msg=f"{low}")
+
+
+MASKS_OF_POSITIONS = [
+    lambda rows, columns: -(rows - columns) <= 0,
+    lambda rows, columns: 2 * columns > 2 * rows - 3,
+    lambda rows, columns: 2 >= jnp.abs(rows - columns),
+    lambda rows, columns: rows == columns + 1,
+    lambda rows, columns: rows != columns,
+    lambda rows, columns: jnp.where(rows // 9 == 0, columns < rows, False),
+]
+TWO_CONDITIONS = [
+    lambda a, b: a & ~b,
+    lambda a, b: ~a | b,
+    lambda a, b: (a ^ True) & b,
+    lambda a, b: jnp.where(a, b, True),
+    lambda a, b: jnp.where(a | b, 0.0, -1e9),
+    lambda a, b: jnp.where(a, jnp.where(b, 0.0, -1e9), 0.0),
+    lambda a, b: jnp.where(a, 0.0, jnp.where(b, -1e9, 0.0)),
+    lambda a, b: jnp.where(a, jnp.where(b, -1e9, 0.0), -1e9),
+    lambda a, b: (1 - a.astype(jnp.float32) * b) * -1e9,
+    lambda a, b: jnp.minimum(1.0 - a, b) * -1e9,
+]
+
+
+def test_masks_are_read_as_formulas():
+    def masks(of_keys):
+        rows = jnp.arange(5)[:, None]
+        columns = jnp.arange(7)
+        results = [hide(rows, columns) for hide in MASKS_OF_POSITIONS]
+        results.append(lax.dynamic_slice_in_dim(jnp.arange(9), 2, 7) <= rows)
+        results.extend(combine(rows >= columns, of_keys) for combine in TWO_CONDITIONS)
+        return results
+
+    of_keys = jnp.arange(7) % 3 != 1
+    graph = Graph(jax.make_jaxpr(masks)(of_keys), [None])
+    symbols = []
+    functions = []
+    for value in graph.results:
+        roles = Roles((), (), *new_index(value.shape))
+        symbol = Reader().read(value, (roles.query, roles.keys))
+        assert isinstance(symbol, Choice)
+        builder = Builder(roles)
+        builder.formula(symbol.condition)
+        assert builder.leaves in ([], graph.inputs)
+        symbols.append(symbol)
+        functions.append(builder.function("mask"))
+
+    @jax.jit
+    def evaluate(of_keys):
+        return [tabulate(f, (1, 1, 5, 7), [of_keys])[0, 0] for f in functions], masks(of_keys)
+
+    for symbol, condition, expected in zip(symbols, *evaluate(of_keys), strict=True):
+        np.testing.assert_array_equal(np.where(condition, symbol.yes, symbol.no), expected)
+
+
+def test_loops_of_unknown_length_branches_and_jit_with_shardings():
+    """A product in the condition of a loop is one in its body, too."""
+
+    def attend(q, k, v):
+        return jax.nn.softmax(q @ k.T / 2) @ v
+
+    def loop(q, k, v):
+        def goes_on(carry):
+            return (jnp.abs(attend(carry[1], k, v)).max() > 1e-2) & (carry[0] < 3)
+
+        return lax.while_loop(goes_on, lambda c: (c[0] + 1, attend(c[1], k, v)), (0, q))[1]
+
+    def program(q, k, v, branch):
+        attend_on_device = jax.jit(attend, out_shardings=SingleDeviceSharding(jax.devices()[0]))
+        branches = [attend, loop, lambda q, k, v: attend_on_device(2 * q, k, v)]
+        return lax.switch(branch, branches, q, k, v)
+
+    arrays = qkv_of_one_head()
+    report = find(program, *arrays, jnp.int32(0))
+    assert (len(report.replaced), report.left) == (4, ())
+    run = replace(program, strict=True)
+    for branch in (1, 2):
+        expected = jax.jit(program)(*arrays, jnp.int32(branch))
+        np.testing.assert_allclose(run(*arrays, jnp.int32(branch)), expected, atol=1e-6)
 
 
 def keys_added(s, pairs, keys, low):

@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from memeff.rewrite.graph import Equation, Value
+import jax.numpy as jnp
+
+from memeff.rewrite.graph import Equation, Value, first_equal
 from memeff.rewrite.numbers import as_numpy, compute
 
 # Each element of the result is computed from the elements of the operands at the same index.
@@ -214,8 +216,12 @@ def is_cast(value: Value) -> bool:
         return True
     if value.op != "convert_element_type":
         return False
-    assert value.maker is not None
-    return is_float(value.dtype) and is_float(value.maker.inputs[0].dtype)
+    return is_float(value.dtype) and is_float(maker_of(value).inputs[0].dtype)
+
+
+def is_move(value: Value) -> bool:
+    """Return True if each element is one of the operand, perhaps as another float."""
+    return is_cast(value) or value.op in MOVES
 
 
 def is_float(dtype: Any) -> bool:
@@ -226,13 +232,31 @@ def is_float(dtype: Any) -> bool:
 def chain(value: Value, index: Index) -> list[Element]:
     """Return a value and those from which it differs by conversions and moves of elements."""
     elements = [(value, index)]
-    while is_cast(value) or value.op in MOVES:
+    while is_move(value):
         inputs = sources(maker_of(value), index)
         if inputs is None:
             break
         value, index = inputs[0]
         elements.append((value, index))
     return elements
+
+
+def origin(element: Element) -> Element:
+    """Return an element without moves, and without casts that keep all numbers."""
+    value, index = element
+    while is_move(value):
+        inputs = sources(maker_of(value), index)
+        if inputs is None:
+            break
+        if jnp.promote_types(inputs[0][0].dtype, value.dtype) != value.dtype:
+            break
+        value, index = inputs[0]
+    return first_equal(value), expand_all(index)
+
+
+def is_same(first: Element | None, second: Element) -> bool:
+    """Return True for one element of one array, but for moves and casts that keep all numbers."""
+    return first is not None and origin(first) == origin(second)
 
 
 def maker_of(value: Value) -> Equation:
@@ -293,6 +317,29 @@ def _known_number(value: Value) -> Any:
     if any(x is None for x in inputs):
         return None
     return compute(value.maker.eqn, inputs)
+
+
+def take_factor(element: Element, factor: float) -> tuple[Element, float] | None:
+    """Take a known number off a product or a quotient.
+
+    Return x and c such that the element times `factor` is x times c. Return None if there is no
+    such number, or if it is 0 or not finite.
+    """
+    value, index = element
+    if value.op not in ("mul", "div"):
+        return None
+    inner, other = operands_of(value, index)
+    if value.op == "mul" and known_number(other[0]) is None:
+        inner, other = other, inner
+    number = known_number(other[0])
+    if not is_nonzero(number):
+        return None
+    return inner, factor * float(number) if value.op == "mul" else factor / float(number)
+
+
+def is_nonzero(number: Any) -> bool:
+    """Return True for a known number that is finite and not 0."""
+    return number is not None and math.isfinite(number) and number != 0
 
 
 def values_before(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memeff.rewrite.axes import MOVES, NoAttention, is_cast, maker_of
+from memeff.rewrite.axes import NoAttention, is_move, maker_of
 from memeff.rewrite.graph import Equation, Graph, Value
 from memeff.rewrite.recognise import Match, match
 from memeff.rewrite.softmax import may_be_softmax
@@ -90,7 +90,7 @@ def _parts_of(value: Value) -> list[tuple[int, Value]]:
 
 def _linear_operand(value: Value) -> int | None:
     """Return which operand holds the probabilities that a value is linear in, None if none does."""
-    if is_cast(value) or value.op in MOVES or value.op == "div":
+    if is_move(value) or value.op == "div":
         return 0
     if value.op in ("mul", "select_n") or is_outer_product(value):
         sides = [n for n, x in enumerate(maker_of(value).inputs) if may_be_softmax(x)]

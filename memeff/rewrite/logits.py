@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from memeff.rewrite.axes import (
-    MOVES,
     Element,
     NoMatch,
-    is_cast,
+    is_move,
     known_number,
     maker_of,
     operands_of,
     sources,
+    take_factor,
 )
 from memeff.rewrite.empty_rows import with_meaning_of_empty_rows, with_sink, with_zeros
 from memeff.rewrite.graph import Equation, Value
@@ -83,8 +83,7 @@ def is_product_of_more(core: Core, dots: Value, depends: Dependence) -> bool:
     while value is not dots:
         inputs = [x for x in maker_of(value).inputs if depends(x)]
         is_product |= value.op in ("mul", "div")
-        is_move = is_cast(value) or value.op in MOVES
-        if len(inputs) != 1 or not (is_move or value.op in ("mul", "div", "neg")):
+        if len(inputs) != 1 or not (is_move(value) or value.op in ("mul", "div", "neg")):
             return is_product
         (value,) = inputs
     return False
@@ -119,7 +118,7 @@ class _Walk:
         inputs = None if equation is None else sources(equation, self.index)
         if equation is None or inputs is None:
             return False
-        if is_cast(value) or value.op in MOVES:
+        if is_move(value):
             self.casts.append((value.dtype, self.factor))
             self.value, self.index = inputs[0]
             return True
@@ -133,14 +132,8 @@ class _Walk:
             return self._bias(value, inputs, inner[0], independent[0])
         if value.op == "neg":
             return self._enter(inner[0], -self.factor)
-        if value.op in ("mul", "div"):
-            number = known_number(independent[0][0])
-            if number is not None and np.isfinite(number) and (value.op == "mul" or number):
-                if value.op == "mul":
-                    return self._enter(inner[0], self.factor * float(number))
-                if inner[0] is inputs[0]:
-                    return self._enter(inner[0], self.factor / float(number))
-        return False
+        multiple = take_factor((value, self.index), self.factor)
+        return multiple is not None and self._enter(*multiple)
 
     def _enter(self, element: Element, factor: float) -> bool:
         self.value, self.index = element
@@ -199,7 +192,7 @@ class _Walk:
     def _parts(self, element: Element) -> list[tuple[Element, int]]:
         """Return the terms of a sum over pairs, with their signs."""
         value, index = element
-        while is_cast(value) or value.op in MOVES and value.op not in ("slice", "dynamic_slice"):
+        while is_move(value) and value.op not in ("slice", "dynamic_slice"):
             inputs = sources(maker_of(value), index)
             if inputs is None:
                 break
@@ -266,25 +259,25 @@ class _Walk:
             inputs = sources(value.maker, index)
             if inputs is None:
                 return None
-            if is_cast(value) or value.op in MOVES:
+            if is_move(value):
                 value, index = inputs[0]
                 continue
             if value.op == "neg":
                 factor = -factor
                 value, index = inputs[0]
                 continue
+            multiple = take_factor((value, index), factor)
+            if multiple is not None:
+                (value, index), factor = multiple
+                continue
             inner = [x for x in inputs if self.depends(x[0])]
             if value.op not in ("mul", "div") or len(inner) != 1:
                 break
             (other,) = [x for x in inputs if x is not inner[0]]
-            number = known_number(other[0])
             if value.op == "div" and inner[0] is not inputs[0]:
                 return None
-            if number is not None and np.isfinite(number) and (number or value.op == "mul"):
-                factor = factor * float(number) if value.op == "mul" else factor / float(number)
-            elif not letters_of(*other):
-                scales.append((value.op, other))
-            else:
+            if letters_of(*other):
                 break
+            scales.append((value.op, other))
             value, index = inner[0]
         return factor, tuple(scales), (value, index)

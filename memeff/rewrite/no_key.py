@@ -22,12 +22,12 @@ from memeff.rewrite.axes import (
     Letter,
     chain,
     count_positions,
-    expand_all,
+    is_nonzero,
+    is_same,
     known_number,
     maker_of,
     operands_of,
 )
-from memeff.rewrite.graph import first_equal
 from memeff.rewrite.numbers import compute
 
 _TESTS = frozenset("eq ne ge gt le lt abs and or not is_finite".split())
@@ -57,7 +57,7 @@ def sees_no_key(
         return None if inner is None else (not inner[0], not inner[1])
     if value.op in ("reduce_or", "reduce_and"):
         test = _test_of(_over_keys((value, index), keys), HIDDEN_VISIBLE_NAN, math.inf)
-        if test is None or not _is_same(test.tested, logits):
+        if test is None or not is_same(test.tested, logits):
             return None
         hidden, visible, nan = test.results
         if hidden == visible or visible != nan or hidden != (value.op == "reduce_and"):
@@ -76,7 +76,7 @@ def sum_is_zero(rows: Element, total: Element) -> tuple[bool, bool] | None:
     Return None if it is no such condition, and the opposite for a sum above 0.
     """
     test = _test_of(rows, ZERO_MORE_NAN, 0.0)
-    if test is None or not _is_same(test.tested, total):
+    if test is None or not is_same(test.tested, total):
         return None
     zero, more, nan = test.results
     return None if zero == more else (zero, nan)
@@ -100,9 +100,8 @@ def guarded_sum(total: Element) -> Element | None:
     if test is None or len(cases) != 2 or test.results[0] == test.results[1]:
         return None
     of_empty, of_others = (chain(*cases[int(x)])[-1] for x in test.results[:2])
-    number = known_number(of_empty[0])
-    is_number = number is not None and math.isfinite(number) and number != 0
-    return of_others if is_number and _is_same(of_others, test.tested) else None
+    is_number = is_nonzero(known_number(of_empty[0]))
+    return of_others if is_number and is_same(of_others, test.tested) else None
 
 
 def subtracts_maximum(shift: Element, logits: Element, keys: tuple[Letter, ...]) -> bool | None:
@@ -123,7 +122,7 @@ def is_maximum(element: Element, logits: Element, keys: tuple[Letter, ...]) -> b
     value, index = chain(*element)[-1]
     while value.op == "max" and known_number(maker_of(value).inputs[0]) == -math.inf:
         value, index = chain(*operands_of(value, index)[1])[-1]
-    return value.op == "reduce_max" and _is_same(_over_keys((value, index), keys), logits)
+    return value.op == "reduce_max" and is_same(_over_keys((value, index), keys), logits)
 
 
 def _with_maximum(
@@ -176,7 +175,7 @@ def _test_of(element: Element | None, samples: Sequence[float], bound: float) ->
             arguments.append([number] * len(samples))
             continue
         test = _test_of(x, samples, bound)
-        if test is None or tested is not None and not _is_same(test.tested, tested):
+        if test is None or tested is not None and not is_same(test.tested, tested):
             return None
         tested = test.tested
         arguments.append(test.results)
@@ -185,19 +184,3 @@ def _test_of(element: Element | None, samples: Sequence[float], bound: float) ->
     equation = maker_of(value).eqn
     results = [compute(equation, list(x)) for x in zip(*arguments, strict=True)]
     return Test(tested, tuple(results))
-
-
-def _is_same(first: Element | None, second: Element) -> bool:
-    """Return True for one element of one array, but for moves and casts that keep all numbers."""
-    if first is None:
-        return False
-    ends = []
-    for x in (first, second):
-        forms = chain(*x)
-        dtypes = [value.dtype for value, _ in reversed(forms)]
-        widened = [jnp.promote_types(a, b) == b for a, b in zip(dtypes, dtypes[1:], strict=False)]
-        if not all(widened):
-            return False
-        value, index = forms[-1]
-        ends.append((first_equal(value), expand_all(index)))
-    return ends[0] == ends[1]

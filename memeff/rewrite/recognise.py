@@ -22,7 +22,6 @@ from typing import Any
 from jax import lax
 
 from memeff.rewrite.axes import (
-    MOVES,
     Element,
     Index,
     Letter,
@@ -30,13 +29,13 @@ from memeff.rewrite.axes import (
     NoMatch,
     Slice,
     expand_all,
-    is_cast,
     is_float,
-    known_number,
+    is_move,
     letters_in,
     maker_of,
     new_index,
     sources,
+    take_factor,
 )
 from memeff.rewrite.graph import Equation, Graph, Value
 from memeff.rewrite.softmax import (
@@ -225,7 +224,7 @@ def _products_of(element: Element, keys: tuple[Letter, ...], factor: float = 1.0
     inputs = None if value.maker is None else sources(value.maker, index)
     if inputs is None:
         return []
-    if is_cast(value) or value.op in MOVES:
+    if is_move(value):
         return _products_of(inputs[0], keys, factor)
     if value.op == "neg":
         return _products_of(inputs[0], keys, -factor)
@@ -233,16 +232,8 @@ def _products_of(element: Element, keys: tuple[Letter, ...], factor: float = 1.0
         first = _products_of(inputs[0], keys, factor)
         second = first and _products_of(inputs[1], keys, -factor if value.op == "sub" else factor)
         return [*first, *second] if second and len(first) < MOST_PRODUCTS else []
-    if value.op in ("mul", "div"):
-        number = known_number(inputs[1][0])
-        if value.op == "mul" and number is None:
-            inputs.reverse()
-            number = known_number(inputs[1][0])
-        if number is None or not math.isfinite(number) or number == 0:
-            return []
-        number = float(number) if value.op == "mul" else 1 / float(number)
-        return _products_of(inputs[0], keys, factor * number)
-    return []
+    multiple = take_factor(element, factor)
+    return [] if multiple is None else _products_of(multiple[0], keys, multiple[1])
 
 
 def _are_one_product(products: list[Product], value: Operand) -> bool:

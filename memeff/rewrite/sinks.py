@@ -22,14 +22,14 @@ from memeff.rewrite.axes import (
     chain,
     count_positions,
     expand,
-    expand_all,
     is_float,
+    is_same,
     known_number,
     letters_in,
     maker_of,
     operands_of,
 )
-from memeff.rewrite.graph import Value, first_equal
+from memeff.rewrite.graph import Value
 from memeff.rewrite.softmax_sums import exponent
 
 
@@ -102,11 +102,11 @@ def sink_of(extra: Element, base: float, shift: Element | None) -> Element | Non
     power, index = chain(*exponential[0])[-1]
     if shift is None:
         return power, index
-    if power.op == "neg" and _is_same(operands_of(power, index)[0], shift):
+    if power.op == "neg" and is_same(operands_of(power, index)[0], shift):
         return _constant(0.0, power), ()
     if power.op == "sub":
         sink, subtracted = operands_of(power, index)
-        if _is_same(subtracted, shift):
+        if is_same(subtracted, shift):
             return sink
     return None
 
@@ -114,9 +114,3 @@ def sink_of(extra: Element, base: float, shift: Element | None) -> Element | Non
 def _constant(number: float, like: Value) -> Value:
     """Return a scalar of a known number."""
     return Value(jax.typeof(np.zeros((), like.dtype)), constant=np.asarray(number, like.dtype))
-
-
-def _is_same(first: Element, second: Element) -> bool:
-    """Return True for one element of one array, but for moves."""
-    (one, index), (other, other_index) = (chain(*x)[-1] for x in (first, second))
-    return first_equal(one) is first_equal(other) and expand_all(index) == expand_all(other_index)

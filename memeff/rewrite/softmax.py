@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 
 from memeff.rewrite.axes import (
     ELEMENTWISE,
@@ -19,22 +18,19 @@ from memeff.rewrite.axes import (
     NoAttention,
     NoMatch,
     chain,
-    expand_all,
     fit,
     is_cast,
+    is_nonzero,
     known_number,
     maker_of,
     operands_of,
+    origin,
     regroup,
+    take_factor,
     values_before,
 )
 from memeff.rewrite.graph import Graph, Value
-from memeff.rewrite.no_key import (
-    guarded_sum,
-    sees_no_key,
-    subtracts_maximum,
-    sum_is_zero,
-)
+from memeff.rewrite.no_key import guarded_sum, sees_no_key, subtracts_maximum, sum_is_zero
 from memeff.rewrite.sinks import Column, find_column, sink_of, split_column
 from memeff.rewrite.softmax_sums import (
     depends,
@@ -92,8 +88,7 @@ class Outside:
 
     def times(self, operation: str, element: Element) -> Outside:
         """Return this with one more factor."""
-        number = known_number(element[0])
-        if self.is_guarded and (number is None or not math.isfinite(number) or number == 0):
+        if self.is_guarded and not is_nonzero(known_number(element[0])):
             raise NoMatch("NaN or infinity is replaced after a factor that may make it")
         return dataclasses.replace(self, factors=(*self.factors, (operation, element)))
 
@@ -346,7 +341,7 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     assert exponential is not None
     power, base = exponential
     logits, shifts = _shifts(power, keys)
-    logs = [x for x, _ in shifts if x[0].op == "log"]
+    logs = [x for x, _ in shifts if chain(*x)[-1][0].op == "log"]
     if not logs:
         if outside.nan_is_zero:
             raise NoMatch("NaN becomes 0 in the exponentials, but not in their sum")
@@ -357,9 +352,9 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
         return dataclasses.replace(softmax, unnormalised=(terms, keys))
     if base != 1 or len(logs) != 1:
         raise NoAttention("exponentials")
-    other_shifts = [x for x, _ in shifts if x[0] is not logs[0][0]]
+    other_shifts = [x for x, _ in shifts if x is not logs[0]]
     (is_added,) = [flag for x, flag in shifts if x is logs[0]]
-    total = chain(*operands_of(*logs[0])[0])[-1]
+    total = chain(*operands_of(*chain(*logs[0])[-1])[0])[-1]
     if _is_sum_of(total, logits, other_shifts, keys):
         return Softmax(logits, 1.0, outside, loses_log=is_added)
     if total[0].op == "add" and len(other_shifts) <= 1:
@@ -376,7 +371,8 @@ def _shifts(
 ) -> tuple[Element, list[tuple[Element, bool]]]:
     """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys.
 
-    Each of these comes with a flag: was it part of a sum?
+    Each of these comes with a flag: was it part of a sum? They keep their casts, because exp makes
+    the rounding of a maximum large.
     """
     shifts: list[tuple[Element, bool]] = []
     element = chain(*element)[-1]
@@ -391,7 +387,7 @@ def _shifts(
             if value.op == "add":
                 waiting.extend((x, True) for x in operands_of(value, index))
             else:
-                shifts.append(((value, index), is_added))
+                shifts.append((part, is_added))
         element = chain(*logits)[-1]
     return element, shifts
 
@@ -415,16 +411,11 @@ def _is_sum_of(
     subtracted = []
     while term is not logits[0] and (is_cast(term) or term.op == "sub"):
         if term.op == "sub":
-            subtracted.append(chain(*operands_of(term, logits[1])[1])[-1])
+            subtracted.append(operands_of(term, logits[1])[1])
         term = maker_of(term).inputs[0]
     if term is not logits[0] or not sums_keys(logits[1], axes, index, keys):
         return False
-    return _count(subtracted) == _count(shifts)
-
-
-def _count(elements: list[Element]) -> collections.Counter:
-    """Return how often each element occurs."""
-    return collections.Counter((value, expand_all(index)) for value, index in elements)
+    return collections.Counter(map(origin, subtracted)) == collections.Counter(map(origin, shifts))
 
 
 def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Element, Softmax]:
@@ -484,23 +475,17 @@ def _without_shift(element: Element, keys: tuple[Letter, ...]) -> tuple[Element,
     product = 1.0
     while True:
         value, index = chain(*element)[-1]
-        if value.op == "sub":
-            inner, shift = operands_of(value, index)
-            if depends(shift, keys) or not _made_of_maximum(shift[0]):
-                return logits, factor
-            logits = element = inner
-            factor = product
-        elif value.op in ("mul", "div"):
-            inner, other = operands_of(value, index)
-            if value.op == "mul" and known_number(other[0]) is None:
-                inner, other = other, inner
-            number = known_number(other[0])
-            if number is None or not math.isfinite(number) or number == 0:
-                return logits, factor
-            product = product * float(number) if value.op == "mul" else product / float(number)
-            element = inner
-        else:
+        multiple = take_factor((value, index), product)
+        if multiple is not None:
+            element, product = multiple
+            continue
+        if value.op != "sub":
             return logits, factor
+        inner, shift = operands_of(value, index)
+        if depends(shift, keys) or not _made_of_maximum(shift[0]):
+            return logits, factor
+        logits = element = inner
+        factor = product
 
 
 def _made_of_maximum(value: Value) -> bool:

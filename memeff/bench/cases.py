@@ -100,18 +100,14 @@ def case_row(name: str, case: Case) -> Row:
 
 
 def case_of_row(row: Row) -> Case:
-    """Return the case that a result belongs to; an older row may lack the newer fields."""
-    names = [field.name for field in dataclasses.fields(Case)]
-    return Case(**{name: row[name] for name in names if name in row})
+    """Return the case that a result belongs to."""
+    return Case(**{field.name: row[field.name] for field in dataclasses.fields(Case)})
 
 
 def call_title(row: Row) -> str:
     """Return a result's call in words, such as "causal forward, alibi"."""
-    title = f"{row['mask']} {TITLES[row['mode']]}"
-    extra = row.get("extra", "plain")  # rows of an earlier version lack it
-    if extra == "plain":
-        return title
-    return f"{title}, {extra}"
+    extra = "" if row["extra"] == "plain" else f", {row['extra']}"
+    return f"{row['mask']} {TITLES[row['mode']]}{extra}"
 
 
 _input_cache: dict[tuple[Shapes, str], tuple[jax.Array, ...]] = {}

@@ -16,6 +16,7 @@ from memeff.rewrite.axes import NoMatch, known_number, values_before
 from memeff.rewrite.graph import Value
 from memeff.rewrite.symbols import Formula, Leaf, Not
 
+NEAR = 40  # values before a condition among which its random bits are sought
 # From the comparison back to the bits: the operation, and the number that is its other operand.
 _STEPS = (
     ("max", 0.0),
@@ -43,7 +44,7 @@ def is_random(formula: Formula) -> bool:
     if not isinstance(formula, Leaf):
         return False
     random = ("random_bits", "threefry2x32", "rng_bit_generator")
-    return any(x.op in random for x in values_before(formula.element.value, 40))
+    return any(x.op in random for x in values_before(formula.element.value, NEAR))
 
 
 def find_bernoulli(formula: Formula) -> Bernoulli:

@@ -30,7 +30,13 @@ from memeff.rewrite.axes import (
     values_before,
 )
 from memeff.rewrite.graph import Graph, Value
-from memeff.rewrite.no_key import guarded_sum, sees_no_key, subtracts_maximum, sum_is_zero
+from memeff.rewrite.no_key import (
+    MOST_EQUATIONS,
+    guarded_sum,
+    sees_no_key,
+    subtracts_maximum,
+    sum_is_zero,
+)
 from memeff.rewrite.sinks import Column, find_column, sink_of, split_column
 from memeff.rewrite.softmax_sums import (
     depends,
@@ -494,4 +500,4 @@ def _made_of_maximum(value: Value) -> bool:
     def is_mapped(x: Value) -> bool:
         return x.op in ELEMENTWISE | MOVES
 
-    return any(x.op == "reduce_max" for x in values_before(value, 24, is_mapped))
+    return any(x.op == "reduce_max" for x in values_before(value, MOST_EQUATIONS, is_mapped))

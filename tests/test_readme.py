@@ -13,6 +13,7 @@ import pytest
 
 import memeff
 from memeff import bench
+from memeff.bench.cases import case_row
 from memeff.masking import mask_tile
 from memeff.problem import Operands, Problem
 from memeff.units import parse_bytes
@@ -143,14 +144,9 @@ def test_the_chart_is_the_tables():
     for tokens, *_, plain, ours, _ in table(BENCHMARKS, "memory-causal")[1:]:
         length = int(tokens[:-1]) * {"k": 2**10, "M": 2**20}[tokens[-1]]
         for name, size in (("jax.nn", plain), ("memeff", ours)):
-            row = {
-                "length": length,
-                "implementation": name,
-                "mask": "causal",
-                "mode": "gradient",
-                "temp_bytes": parse_bytes("", size.removeprefix("~")),
-                "extrapolated": size.startswith("~"),
-            }
+            row = case_row(name, bench.Case(length, mode="gradient"))
+            row["temp_bytes"] = parse_bytes("", size.removeprefix("~"))
+            row["extrapolated"] = size.startswith("~")
             rows.append(row)
     assert len(rows) == 12
     assert bench.chart(rows) in README

@@ -1484,6 +1484,95 @@ def test_rows_and_columns_take_no_array_of_pairs():
     assert temp(64) <= 2.2 * temp(32)
 
 
+def causal_mask(rows, columns):
+    return jnp.arange(rows)[:, None] >= jnp.arange(columns)
+
+
+def joined_mask():
+    return jnp.concatenate([jnp.ones((T, 2), bool), causal_mask(T, S - 2)], 1)
+
+
+def joined_constants():
+    return jnp.concatenate([np.ones((T, 2), bool), np.tril(np.ones((T, S - 2), bool))], 1)
+
+
+def strided_mask():
+    return jnp.concatenate([jnp.zeros((3, S), bool), causal_mask(2 * T, S)], 0)[1 : 2 * T + 1 : 2]
+
+
+def blocks_of_numbers():
+    numbers = [jnp.ones((T, 2)), jnp.where(causal_mask(T, S - 2), 1.0, 0.0)]
+    rows = [jnp.concatenate(x, 1) for x in (numbers, numbers[::-1])]
+    return jnp.concatenate(rows, 0)[1 : T + 1] > 0
+
+
+def padded_mask():
+    return jnp.pad(causal_mask(T - 1, S - 2), ((1, 0), (1, 1)), constant_values=True)
+
+
+def cut_mask():
+    return lax.pad(causal_mask(T, S - 2), True, ((0, 0, 0), (-1, 3, 0)))
+
+
+def joined_rows_of_data():
+    return jnp.concatenate([jnp.ones((T, 2), bool), jnp.cumsum(causal_mask(T, S - 2), 1) > 3], 1)
+
+
+def running_counts(s):
+    ones = jnp.ones((T, S), jnp.int32)
+    return s - 0.3 * jnp.abs(jnp.cumsum(ones, 0) - lax.cumsum(ones, 1, reverse=True))
+
+
+def padded_bias(s):
+    return s + jnp.pad(jnp.zeros((T, 2)), ((0, 0), (3, S - 5)), constant_values=-1.0)
+
+
+def masked_by(make_mask):
+    return lambda s: jnp.where(make_mask(), s, -1e9)
+
+
+MASKS_OF_PARTS = (joined_mask, joined_constants, strided_mask, blocks_of_numbers, padded_mask)
+LOGITS_OF_POSITIONS = [*map(masked_by, MASKS_OF_PARTS), running_counts, padded_bias]
+LOGITS_OF_ARRAYS = [masked_by(cut_mask), masked_by(joined_rows_of_data)]
+
+
+def test_masks_and_biases_of_parts_and_counts_take_no_array_of_pairs():
+    """Parts of masks that are joined or padded, and running counts in a bias, are positions."""
+
+    def attend(forms, arrays):
+        results = []
+        for n, form in enumerate(forms):
+            s = form(jnp.einsum("btnh,bsnh->bnts", (n + 1) * arrays["q"], arrays["k"]))
+            results.append(jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(s), arrays["v"]))
+        return results
+
+    arrays = make_arrays()
+    for place in find(functools.partial(attend, LOGITS_OF_POSITIONS), arrays).replaced:
+        assert re.search("mask_fn|score_fn", str(place)) and not place.pair_arrays, place
+    for place in find(functools.partial(attend, LOGITS_OF_ARRAYS), arrays).replaced:
+        assert "an array as mask" in str(place), place
+    program = functools.partial(attend, LOGITS_OF_POSITIONS + LOGITS_OF_ARRAYS)
+    for x, y in zip(run_replaced(program, arrays), jax.jit(program)(arrays), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_a_mask_of_parts_that_a_loop_receives_takes_no_array_of_pairs():
+    def model(x, weights):
+        rows = jnp.arange(len(x))
+        mask = jnp.concatenate([jnp.ones((len(x), 2), bool), rows[:, None] >= rows], 1)
+
+        def layer(x, w):
+            keys = jnp.concatenate([x[:2], x])
+            logits = jnp.where(mask, (x @ w) @ keys.T, -1e9)
+            return jax.nn.softmax(logits) @ keys, None
+
+        return lax.scan(layer, x, weights)[0]
+
+    x = jax.ShapeDtypeStruct((24, 4), jnp.float32)
+    (place,) = find(model, x, jax.ShapeDtypeStruct((2, 4, 4), jnp.float32)).replaced
+    assert "mask_fn" in str(place) and not place.pair_arrays, place
+
+
 def test_a_number_added_to_the_logits_counts_beside_a_sink():
     """Without a sink, a number that is added to all logits changes nothing."""
 

@@ -32,6 +32,7 @@ RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 MARKS = frozenset({"pvary", "pcast", "name", "sharding_constraint"})
 MOVES = RESHAPES | MARKS | {"broadcast_in_dim", "tile", "transpose", "slice", "dynamic_slice"}
 SAME_NUMBER = RESHAPES | MARKS | {"broadcast_in_dim", "tile", "copy", "stop_gradient"}
+JOINS = frozenset({"concatenate", "pad"})  # place arrays beside one another
 MOST_STEPS = 100  # equations that make a mask which a loop receives
 
 
@@ -363,7 +364,7 @@ def is_closed(value: Value) -> bool:
     """Return True if a value is computed from positions and known numbers alone."""
     if known_number(value) is not None or value.op == "iota":
         return True
-    if value.maker is None or value.op not in ELEMENTWISE | MOVES:
+    if value.maker is None or value.op not in ELEMENTWISE | MOVES | JOINS:
         return False
     return all(is_closed(x) for x in value.maker.inputs)
 
@@ -382,6 +383,8 @@ def is_made_of_less(value: Value) -> bool:
             return True
         x = waiting.pop()
         if x.op == "iota" or known_number(x) is not None or x.constant is not None:
+            continue
+        if x.op in JOINS and is_closed(x):
             continue
         if x.maker is not None and x.op in ELEMENTWISE | MOVES | {"cumsum"}:
             waiting.extend(x.maker.inputs)

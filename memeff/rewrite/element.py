@@ -21,6 +21,7 @@ from jax import lax
 from memeff.problem import sum_dtype
 from memeff.rewrite.axes import (
     ELEMENTWISE,
+    JOINS,
     MOVES,
     Index,
     Letter,
@@ -33,7 +34,7 @@ from memeff.rewrite.axes import (
     sources,
 )
 from memeff.rewrite.graph import Value
-from memeff.rewrite.reader import Reader, position_along
+from memeff.rewrite.reader import Reader, position_along, running_count
 from memeff.rewrite.symbols import (
     Affine,
     And,
@@ -289,7 +290,7 @@ class Builder:
             if index != expand_all(self.dots_index):
                 raise NoMatch("the logits of one pair depend on those of another pair")
             return self.add("score", str(value.dtype))
-        if value.constant is not None and self._over_pairs(index):
+        if (value.constant is not None or value.op in JOINS) and self._over_pairs(index):
             symbol = Reader().read(value, index)
             if isinstance(symbol, Choice):
                 numbers = _hashable(symbol.yes), _hashable(symbol.no)
@@ -304,6 +305,9 @@ class Builder:
         if equation is not None and value.op == "iota":
             step = self.position(index[equation.params["dimension"]])
             return self.add("cast", step, str(value.dtype))
+        count = running_count(equation, index) if equation and value.op == "cumsum" else None
+        if count is not None:
+            return self.add("cast", self.affine(count), str(value.dtype))
         if equation is None or inputs is None:
             if computed:
                 raise NoMatch(

@@ -8,20 +8,34 @@ import numpy as np
 
 from memeff.rewrite.axes import (
     ELEMENTWISE,
+    JOINS,
     Index,
     Letter,
+    NoMatch,
     Slice,
     count_positions,
     expand,
     expand_all,
     known_number,
     letters_in,
+    maker_of,
     sources,
 )
 from memeff.rewrite.graph import Equation, Value, first_equal
 from memeff.rewrite.numbers import as_numpy
-from memeff.rewrite.symbol_operations import combine, decide, is_exact
-from memeff.rewrite.symbols import Affine, AtLeastZero, Choice, Number, Opaque, Symbol, both
+from memeff.rewrite.symbol_operations import combine, decide, is_exact, select
+from memeff.rewrite.symbols import (
+    Affine,
+    AtLeastZero,
+    Choice,
+    Formula,
+    Known,
+    Number,
+    Opaque,
+    Symbol,
+    both,
+    move,
+)
 
 MOST_VALUES = 400  # that are followed to find on which axes a value depends
 DEEPEST = 100  # equations, one made of the other, through which a symbol is read
@@ -62,7 +76,9 @@ class Reader:
             position = position_along(index[equation.params["dimension"]])
             return position if is_exact(position, value.dtype) else opaque
         if value.op == "cumsum":
-            return self._running_count(equation, index) or opaque
+            return running_count(equation, index) or opaque
+        if value.op in JOINS:
+            return self._joined(equation, index) or opaque
         inputs = sources(equation, index)
         if inputs is None:
             return opaque
@@ -73,18 +89,40 @@ class Reader:
         symbols = [self.read(*source) for source in inputs]
         return combine(equation, symbols) or opaque
 
-    def _running_count(self, equation: Equation, index: Index) -> Affine | None:
-        """Return a running sum of equal integers, as some programs count positions."""
-        (summed,) = equation.inputs
-        number = known_number(summed)
-        if number is None or not np.isfinite(number) or number != int(number):
-            return None
-        axis = equation.params["axis"]
-        position = position_along(index[axis]).plus(Affine((), 1))
-        if equation.params["reverse"]:
-            position = Affine((), summed.shape[axis] + 1).plus(position, -1)
-        total = position.times(int(number))
-        return total if is_exact(total, summed.dtype) else None
+    def _joined(self, equation: Equation, index: Index) -> Symbol | None:
+        """Return an element of joined or padded arrays, each of which is made of positions."""
+        symbol: Symbol | None = None
+        for part, starts in _parts(equation):
+            try:
+                inside, of_part = self._placed(part, starts, index)
+            except NoMatch:
+                return None
+            is_first = symbol is None
+            symbol = of_part if is_first else select([inside, symbol, of_part])
+            if symbol is None:
+                return None
+        return symbol
+
+    def _placed(self, part: Value, starts: tuple[int, ...], index: Index) -> tuple[Choice, Symbol]:
+        """Return whether `index` lies in a part that begins at `starts`, and its element there.
+
+        A part without starts is one number, which lies everywhere.
+        """
+        inside: list[Formula] = []
+        inner = []
+        positions: dict[Letter, Affine] = {}
+        for dim, start, size in zip(index if starts else (), starts, part.shape, strict=True):
+            position = position_along(dim).plus(Affine((), -start))
+            to_end = position.times(-1).plus(Affine((), size - 1))
+            inside.extend([decide(AtLeastZero(position)), decide(AtLeastZero(to_end))])
+            if not start and inside[-1] == Known(True):
+                inner.append(dim)
+                continue
+            letter = Letter(size)
+            positions[letter] = position
+            inner.append((letter,) if size != 1 else ())
+        symbol = move(self.read(part, tuple(inner)), positions)
+        return Choice(both(*inside), True, False), symbol
 
     def _band(self, constant: Any, index: Index) -> Choice | None:
         """Return an array of two numbers as a choice, if one of them fills a band of diagonals."""
@@ -114,6 +152,42 @@ class Reader:
             below = AtLeastZero(distance.times(-1).plus(Affine((), high)))
             return Choice(both(decide(above), decide(below)), first, second)
         return None
+
+
+def running_count(equation: Equation, index: Index) -> Affine | None:
+    """Return a running sum of equal integers, as some programs count positions."""
+    (summed,) = equation.inputs
+    number = known_number(summed)
+    if number is None or not np.isfinite(number) or number != int(number):
+        return None
+    axis = equation.params["axis"]
+    position = position_along(index[axis]).plus(Affine((), 1))
+    if equation.params["reverse"]:
+        position = Affine((), summed.shape[axis] + 1).plus(position, -1)
+    total = position.times(int(number))
+    return total if is_exact(total, summed.dtype) else None
+
+
+def _parts(equation: Equation) -> list[tuple[Value, tuple[int, ...]]]:
+    """Return the arrays of a join, and where each begins, or [] where they are not contiguous.
+
+    Where two overlap, the later one counts. The number of a padding is the first.
+    """
+    params = equation.params
+    if equation.eqn.primitive.name == "pad":
+        array, number = equation.inputs
+        config = params["padding_config"]
+        if any(min(low, high) < 0 or between for low, high, between in config):
+            return []
+        return [(number, ()), (array, tuple(low for low, _, _ in config))]
+    axis = params["dimension"]
+    rank = len(equation.outputs[0].shape)
+    parts = []
+    start = 0
+    for array in equation.inputs:
+        parts.append((array, tuple(start if d == axis else 0 for d in range(rank))))
+        start += array.shape[axis]
+    return parts
 
 
 def _positions(value: Value, index: Index) -> Affine | None:
@@ -173,6 +247,8 @@ def letters_of(value: Value, index: Index) -> set[Letter]:
         if value.op == "iota":
             assert value.maker is not None
             index = (index[value.maker.params["dimension"]],)
+        elif value.op == "cumsum" and running_count(maker_of(value), index) is not None:
+            index = (index[maker_of(value).params["axis"]],)
         elif value.maker is not None and len(seen) < MOST_VALUES:
             inputs = sources(value.maker, index)
             if inputs is not None:

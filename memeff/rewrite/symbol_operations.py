@@ -35,7 +35,7 @@ def combine(equation: Any, symbols: list[Any]) -> Symbol | None:
     if name in ("copy", "stop_gradient"):
         return symbols[0]
     if name == "select_n":
-        selected = _select(symbols, dtype)
+        selected = select(symbols)
         if selected is not None:
             return selected
     if name == "abs" and isinstance(symbols[0], Affine):
@@ -147,19 +147,42 @@ def decide(formula: Formula) -> Formula:
     return formula
 
 
-def _select(symbols: list[Any], dtype: Any) -> Symbol | None:
-    """Return `select_n(which, if_false, if_true)` of booleans, or where `which` is known."""
+def select(symbols: list[Any]) -> Symbol | None:
+    """Return `select_n(which, if_false, if_true)` where `which` is known, or of two numbers."""
     if len(symbols) != 3:
         return None
     which, if_false, if_true = (_as_choice(x) for x in symbols)
     if isinstance(which, Number) and which.value.dtype == bool:
         return if_true if which.value else if_false
-    if not isinstance(which, Choice) or not np.issubdtype(dtype, np.bool_):
+    if not isinstance(which, Choice):
         return None
     condition = as_formula(which)
-    yes = both(condition, as_formula(if_true))
-    no = both(negate(condition), as_formula(if_false))
-    return Choice(either(yes, no), True, False)
+    numbers = []
+    for symbol in (if_true, if_false):
+        if not isinstance(symbol, Choice | Number):
+            return None
+        for number in _numbers(symbol):
+            if number not in numbers:
+                numbers.append(number)
+    if len(numbers) > 2 or any(x != x for x in numbers):  # NaN equals no number
+        return None
+    first = numbers[0]
+    yes = both(condition, _is_number(if_true, first))
+    no = both(negate(condition), _is_number(if_false, first))
+    return Choice(either(yes, no), first, numbers[-1])
+
+
+def _numbers(symbol: Choice | Number) -> list[Any]:
+    return [symbol.value] if isinstance(symbol, Number) else [symbol.yes, symbol.no]
+
+
+def _is_number(symbol: Choice | Number, number: Any) -> Formula:
+    """Return the condition under which a symbol is `number`."""
+    if isinstance(symbol, Number):
+        return Known(bool(symbol.value == number))
+    if symbol.yes == symbol.no:
+        return Known(bool(symbol.yes == number))
+    return symbol.condition if symbol.yes == number else negate(symbol.condition)
 
 
 def _of_choices(eqn: Any, symbols: list[Any]) -> Symbol | None:

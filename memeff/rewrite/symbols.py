@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from memeff.rewrite.axes import Index, Letter
+from memeff.rewrite.axes import Index, Letter, NoMatch
 from memeff.rewrite.graph import Value
 
 
@@ -176,3 +176,26 @@ def as_formula(symbol: Symbol) -> Formula:
         return either(yes, no) if symbol.yes and symbol.no else (yes if symbol.yes else no)
     assert isinstance(symbol, Opaque)
     return Leaf(symbol)
+
+
+def move(symbol: Any, positions: dict[Letter, Affine]) -> Any:
+    """Return a symbol, or a formula, with positions in the place of letters."""
+    if any(letter.parts for letter in positions):
+        raise NoMatch("a position within a part of an axis is not affine")
+    if isinstance(symbol, Affine):
+        total = Affine((), symbol.constant)
+        for letter, coefficient in symbol.coefficients:
+            position = positions.get(letter, Affine(((letter, 1),), 0))
+            total = total.plus(position.times(coefficient))
+        return total
+    if isinstance(symbol, Distance | AtLeastZero | IsZero):
+        return type(symbol)(move(symbol.affine, positions))
+    if isinstance(symbol, Choice):
+        return Choice(move(symbol.condition, positions), symbol.yes, symbol.no)
+    if isinstance(symbol, Not):
+        return Not(move(symbol.part, positions))
+    if isinstance(symbol, And | Or):
+        return type(symbol)(tuple(move(x, positions) for x in symbol.parts))
+    if positions and not isinstance(symbol, Known | Number):
+        raise NoMatch("an array is read at positions within a part of an axis")
+    return symbol

@@ -1573,6 +1573,18 @@ def test_a_mask_of_parts_that_a_loop_receives_takes_no_array_of_pairs():
     assert "mask_fn" in str(place) and not place.pair_arrays, place
 
 
+def test_a_mask_added_in_16_bits_leaves_the_logits_of_rows_that_see_no_key():
+    """The program rounds such logits to the mask's number, and gives the mean of the values."""
+    q, k, v = qkv_of_one_head(dtype="bfloat16")
+
+    def attend(q, k, v, hidden):
+        return jax.nn.softmax(q @ k.T + hidden * jnp.asarray(-1e4, q.dtype)) @ v
+
+    out = run_replaced(attend, q, k, v, jnp.ones((1, len(k)), q.dtype)).astype(jnp.float32)
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    np.testing.assert_allclose(out, jax.nn.softmax(q @ k.T) @ v, atol=0.02)
+
+
 def test_a_number_added_to_the_logits_counts_beside_a_sink():
     """Without a sink, a number that is added to all logits changes nothing."""
 

@@ -362,8 +362,9 @@ def _cpu_tiles(
 ) -> Schedule:
     """Return the schedule for a CPU.
 
-    The bound on each row's maximum is for float32 only. It takes a tenth off the time of such a
-    call and nothing off others.
+    The bound on each row's maximum is for float32 only, and for several tiles. It takes a tenth off
+    the time of such a call and nothing off others. A single tile runs up to a third faster with its
+    true maximum, and compiles in half of the time.
     """
     B, S, K = shape.B, shape.S, shape.K
     G = max(1, shape.G)
@@ -375,7 +376,8 @@ def _cpu_tiles(
     block = None
     if isinstance(B, int) and B * K > 0:
         block = _cpu_block(shape, logits // math.prod(tile))
-    fixed_max = tile if dtype == jnp.float32 else None
+    is_single = tile == (shape.T, shape.S)
+    fixed_max = tile if dtype == jnp.float32 and not is_single else None
     return Schedule(tile, fixed_max, head_block=block, one_pass_jvp=shape.sizes_known)
 
 

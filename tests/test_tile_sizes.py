@@ -112,3 +112,17 @@ def test_what_is_chosen_where_arrays_may_be_sharded(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert choices() == (True, False)
     assert choices(jnp.bfloat16) == (True, False)
+
+
+@pytest.mark.parametrize("T, S, chunk_size", [(512, 512, None), (1, 1024, None), (96, 80, 128)])
+def test_a_single_tile_on_a_cpu_has_its_true_maximum(monkeypatch, T, S, chunk_size):
+    """A bound would compile a second loop, which redoes rows, and take longer."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def schedule(T, S):
+        shape = shape_of(2, T, S, 8, 8)
+        return tile_sizes.default_schedule(shape, f32, (chunk_size, chunk_size), False, True)
+
+    assert schedule(T, S).fixed_max_chunk_size is None
+    several = schedule(T, 4 * S)
+    assert several.fixed_max_chunk_size == several.chunk_size

@@ -42,6 +42,7 @@ class CpuFit(NamedTuple):
 
     forward: float = 2
     forward_unmasked: float = 1.5  # neither exact nor alone
+    forward_old_bfloat16: float = 1.25  # masked, and not alone
     forward_half_alone: float = 0.5  # more
     forward_dropout: float = 11
     fixed_max_spare: float = 1 / 8  # for a bound on each row's max; three times this if masked
@@ -59,10 +60,7 @@ class CpuFit(NamedTuple):
     backward_scalars: float = 1  # more for arrays as scale or soft cap; twice if alone
     backward_bias: float = 1  # more
     backward_bias_exact_old: float = 0.5  # more
-    backward_cap_old: float = 1.5  # more for a static soft cap
-    # Operands are held in float32, and sums are made when they are needed.
-    backward_held_ordered: float = 1.25
-    backward_held_ordered_dropout: float = 6.25
+    backward_cap_old: float = 1.5  # more for a static soft cap, except in bfloat16
     backward_dropout: float = 9
     backward_dropout_old: float = 14
     backward_dropout_alone: float = 3  # more
@@ -258,7 +256,7 @@ class _CpuCall:
         self.exact = z.wide == z.narrow
         self.half = operands.query.dtype == jnp.float16
         self.old = JAX < (0, 11)
-        self.held = self.old and operands.query.dtype == jnp.bfloat16  # whole, in float32
+        self.old_bfloat16 = self.old and operands.query.dtype == jnp.bfloat16
         self.ordered = orders_by_condition()
 
         dropout = problem.dropout
@@ -282,33 +280,16 @@ def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
     forward_tile = _cpu_forward_tile(call)
     rows = [call.row] * (3 if call.fixed else 2)
     # With few queries the slices of keys and values are the largest. They have the sums' dtype.
-    few_queries = sum(z.slices[1:3]) * z.wide + call.tile * (2 if call.masked else 1)
+    tiles = 2 if call.masked and not call.old_bfloat16 else 1
+    few_queries = sum(z.slices[1:3]) * z.wide + call.tile * tiles
     if call.fixed:
         few_queries += 2 * math.prod(operands.key.shape[:3]) * z.wide  # bounds
     forward = call.out + sum(rows) + max(_unlent(forward_tile, [call.saved]), few_queries)
-    if call.held:
-        cast = sum(sums)  # operands in float32
-        if small_key:
-            cast -= sums[2]
-        forward += cast
 
     alone = max(call.outputs) < call.tile
     count = _cpu_backward_count(call, alone)
     count += _cpu_params_count(call, problem, operands, alone)
     backward_tile = [*_tiles(call.tile, count), *call.slices, *call.shared]
-    if call.held:
-        end = sums[0]
-        if small_key:
-            end -= sums[1]
-        if call.ordered:
-            if call.dropout_each:
-                count = CPU.backward_held_ordered_dropout
-            elif not alone:
-                count = CPU.backward_held_ordered
-            return forward, 2 * sum(sums) + 3 * call.row + count * call.tile + end
-        loop = sum(backward_tile) - call.tile if alone else 0
-        gradient = 2 * sum(sums) + 2 * call.out + 3 * call.row
-        return forward, gradient + max(end, loop)
     division = [call.out] * 2
     if call.half:
         division.append(call.out)
@@ -324,7 +305,13 @@ def _on_cpu(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[f
     if call.exact and call.old and call.ordered and (small_key or not has_params):
         return forward, max(phases)
     phases.append(_cpu_end(call))
-    if call.exact and call.old:  # the sums' zeros are made before their time
+    # In two cases the sums' zeros are made before their time.
+    if call.old_bfloat16 and not call.ordered:
+        early = 2 * call.out + sum(sums)
+        if small_key and not has_params:
+            early += call.row - sums[2]
+        phases.append(early)
+    if call.exact and call.old:
         one_head = z.row == math.prod(operands.query.shape[:2])
         early = call.out + sum(rows) + sum(set(sums[:3]))
         if one_head or has_params:
@@ -339,6 +326,8 @@ def _cpu_forward_tile(call: _CpuCall) -> list[float]:
     alone = call.saved < call.tile
     if call.dropout_each:
         count = CPU.forward_dropout
+    elif call.old_bfloat16 and call.masked and not alone:
+        count = CPU.forward_old_bfloat16
     elif call.exact or call.masked or alone:
         count = CPU.forward
         if alone and call.half:
@@ -362,7 +351,8 @@ def _cpu_backward_count(call: _CpuCall, alone: bool) -> float:
     if call.dropout_each:
         if not call.exact:
             more = CPU.backward_dropout_alone if alone else 0
-            return (CPU.backward_dropout_old if call.old else CPU.backward_dropout) + more
+            old = call.old and not (call.old_bfloat16 and (call.ordered or alone))
+            return (CPU.backward_dropout_old if old else CPU.backward_dropout) + more
         if call.old:
             if call.grouped and not call.ordered:
                 return CPU.backward_dropout_exact_old
@@ -394,7 +384,7 @@ def _cpu_params_count(call: _CpuCall, problem: Problem, operands: Operands, alon
         count += CPU.backward_bias
         if call.old and call.exact:
             count += CPU.backward_bias_exact_old
-    if call.old and problem.soft_cap is not None:
+    if call.old and not call.old_bfloat16 and problem.soft_cap is not None:
         count += CPU.backward_cap_old
     return count
 

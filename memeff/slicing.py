@@ -6,9 +6,14 @@ from the end, and tracing and compiling them would take longer than the slices.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from memeff.device import current_platform
+
+OLD_JAX = jax.__version_info__ < (0, 11)
 
 
 def slice_dims(x: Array, cuts: dict[int, tuple[Any, int]]) -> Array:
@@ -21,6 +26,9 @@ def slice_dims(x: Array, cuts: dict[int, tuple[Any, int]]) -> Array:
             sizes[dim] = size
     if sizes == list(x.shape):
         return x
+    if OLD_JAX and x.dtype == jnp.bfloat16 and current_platform() == "cpu":
+        # XLA slices it in float32. In a loop it would convert all of x before the first step.
+        x, _ = lax.optimization_barrier((x, starts))
     return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 

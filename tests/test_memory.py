@@ -19,7 +19,7 @@ from conftest import few
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from memeff import dot_product_attention
+from memeff import dot_product_attention, linear_cross_entropy
 
 MIB = 2**20
 f32 = np.float32
@@ -144,6 +144,23 @@ def test_memory_at_32k():
     assert forward <= 230 * MIB, f"forward {mib(forward)}"
     assert grad <= 320 * MIB, f"gradient {mib(grad)}"
     assert one_head <= 35 * MIB, f"gradient of one head {mib(one_head)}"
+
+
+def test_bfloat16_takes_the_memory_of_float32_for_long_keys_and_many_words():
+    """XLA:CPU before JAX 0.11 would convert whole operands to float32 before a loop."""
+
+    def run(q, k, x, kernel, labels):
+        out = dot_product_attention(q, k, k, is_causal=True, q_offset=2**15)
+        return out, linear_cross_entropy(x, kernel, labels)
+
+    sizes = (1, 128, 2, 32), (1, 2**15, 2, 32), (128, 32), (32, 2**16)
+    labels = jax.ShapeDtypeStruct((128,), np.int32)
+
+    def taken(dtype) -> int:
+        return temp_bytes(run, [*(jax.ShapeDtypeStruct(size, dtype) for size in sizes), labels])
+
+    half, full = taken(jnp.bfloat16), taken(f32)
+    assert half <= 1.1 * full, f"bfloat16 {mib(half)}, float32 {mib(full)}"
 
 
 @pytest.mark.once

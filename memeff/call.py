@@ -15,7 +15,7 @@ from memeff import compiling, dispatch, sharding, tile_sizes, validate, validate
 from memeff.arguments import Arguments
 from memeff.attention_ad import attend
 from memeff.implementations import Chosen, Request
-from memeff.inputs import check_bool
+from memeff.inputs import check_bool, refuse_symbolic
 from memeff.problem import Operands, Problem, WholeCall, check_sizes_known, sum_dtype
 from memeff.query_positions import check_query_positions
 from memeff.sequence.batch_and_heads import (
@@ -90,10 +90,12 @@ def prepare_sharded(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
     if place.inside:
         parts = check_inside(other_axes)._replace(sequence=math.prod(place.devices))
     shape, problem, operands = normalise(_without_idle_axes(arguments), parts)
+    sizes = shape._replace(leads=shape.B)._asdict()
+    refuse_symbolic("A sequence that is sharded over devices", **sizes)
     parts_of_device = WHOLE
     if not place.inside:
         mesh = jax.sharding.get_abstract_mesh() if place.mesh is None else place.mesh
-        other_axes, parts_of_device = find_on_mesh(other_axes, mesh, operands)
+        other_axes, parts_of_device = find_on_mesh(other_axes, axes, mesh, operands)
     plan, sizes = make_plan(arguments, axes, place, parts_of_device, problem, operands)
     whole = WholeCall(sizes.T, sizes.S, shape.N * parts.heads, stride_in(plan, sizes))
     problem, operands = locate(whole, problem, operands)

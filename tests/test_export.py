@@ -185,6 +185,16 @@ def test_symbolic_lengths_are_refused_in_words(what):
         export.export(jax.jit(NEED_LENGTHS[what]))(x)
 
 
+@pytest.mark.parametrize("sizes", ["b, 8, 2, 4", "2, t, 2, 4", "2, 8, n, 4"])
+def test_symbolic_sizes_of_a_sharded_sequence_are_refused_in_words(sizes):
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    attend = functools.partial(_attend_to_itself, sequence_axis="seq")
+    x = jax.ShapeDtypeStruct(export.symbolic_shape(sizes), f32)
+    refusal = "sharded over devices does not support sizes that jax.export leaves"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=refusal):
+        export.export(jax.jit(attend))(x)
+
+
 @pytest.mark.parametrize(
     "what",
     few(NEED_LENGTHS, ("Dropout", "memeff.attention_statistics", "a jvp")),

@@ -289,6 +289,32 @@ def test_arrays_tell_the_mesh(kind, jitted):
             assert shard[:3] == like.sharding.shard_shape(like.shape)[:3]
 
 
+def test_a_query_whose_type_says_something_else_is_laid_out_along_its_tokens():
+    """So are keys, which are whole here. Each gradient has the type of its operand."""
+    mesh = jax.make_mesh((2, 2), ("other", "seq"), axis_types=(AxisType.Explicit,) * 2)
+    x = np.random.default_rng(0).standard_normal((2, 8, 2, 4), dtype=np.float32)
+    expected = dot_product_attention(x, x, x, is_causal=True)
+    how = dict(sequence_axis="seq", context_parallel="all_to_all")
+
+    def attend(*queries):
+        return [dot_product_attention(q, x, x, is_causal=True, **how) for q in queries]
+
+    def total(*queries):
+        return sum(jnp.sum(out) for out in attend(*queries))
+
+    made_before = jnp.asarray(x)
+    specs = P("seq"), P(None, None, "seq"), P(None, "other")
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for spec in specs]
+    with jax.set_mesh(mesh):
+        found = jax.jit(attend)(made_before, *placed)
+        types = jax.eval_shape(jax.grad(total, range(1, 4)), made_before, *placed)
+    for out in found:
+        np.testing.assert_allclose(out, expected, atol=2e-6)
+        assert out.sharding.spec[1] == "seq"
+    for gradient, query in zip(types, placed, strict=True):
+        assert gradient.sharding == jax.typeof(query).sharding
+
+
 def test_two_axes():
     """Two axes are all-to-all over the second, by ring over the first."""
     mesh = jax.make_mesh((2, 4), ("ring", "heads"), axis_types=(AxisType.Auto,) * 2)

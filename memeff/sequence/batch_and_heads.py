@@ -67,15 +67,19 @@ def check_inside(axes: BatchAndHeads) -> Parts:
     return axes.devices(mesh)
 
 
-def find_on_mesh(axes: BatchAndHeads, mesh: Any, operands: Operands) -> tuple[BatchAndHeads, Parts]:
+def find_on_mesh(
+    axes: BatchAndHeads, sequence: tuple[str, ...], mesh: Any, operands: Operands
+) -> tuple[BatchAndHeads, Parts]:
     """Return the axes over which whole operands lie on a mesh, and over how many devices.
 
-    The query's type tells Explicit axes, and the arguments may not contradict it.
+    The query's type tells Explicit axes, and the arguments may not contradict it. Where it shards
+    batch or heads over an axis of `sequence`, tokens take that axis.
     """
     query: Any = jax.typeof(operands.query)
     if AxisType.Explicit in query.sharding.mesh.axis_types:
         batch, _, heads, _ = query.sharding.spec
-        typed = BatchAndHeads(_as_tuple(batch), _as_tuple(heads))
+        others = [[x for x in _as_tuple(dim) if x not in sequence] for dim in (batch, heads)]
+        typed = BatchAndHeads(*map(tuple, others))
         sizes = query.sharding.mesh.shape
         of_several = {name for name in query.sharding.mesh.explicit_axes if sizes[name] > 1}
         for named, of_type in zip(axes, typed, strict=True):

@@ -21,7 +21,6 @@ from memeff.problem import (
     Problem,
     Schedule,
     WholeCall,
-    check_sizes_known,
     map_operands,
 )
 from memeff.sequence.batch_and_heads import BatchAndHeads, Parts, count_in_whole_call
@@ -98,7 +97,6 @@ def make_plan(
     """
     layout = arguments.sequence_layout
     check_layout_name(layout)
-    check_sizes_known(operands, "A sequence that is sharded over devices")
     if arguments.memory_limit is not None or tile_sizes.memory_limit_of_program.value is not None:
         raise NotImplementedError(
             "memory_limit does not support a sequence that is sharded over devices. Omit it, and "
@@ -200,8 +198,10 @@ def enter_shard_map(
     `other_axes` do, and XLA partitions batch and heads over the rest.
     """
     shape = operands.shape
-    sharding: Any = jax.typeof(operands.query).sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    typed: Any = jax.typeof(operands.query).sharding.mesh
+    if typed.empty:  # the query was made before the mesh was set
+        typed = jax.sharding.get_abstract_mesh()
+    is_explicit = AxisType.Explicit in typed.axis_types
     batch = other_axes.batch or None
     heads = other_axes.heads or None
     of_key_heads = None if shape.K == 1 else heads
@@ -212,12 +212,12 @@ def enter_shard_map(
     def lay_out(x: Array, dims: str) -> Array:
         """Shard x by its spec over Explicit axes, where shard_map's transpose does not do it."""
         entries = [only_explicit(entry) for entry in spec(x, dims)]
-        return reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+        return reshard(x, NamedSharding(typed, PartitionSpec(*entries)))
 
     def only_explicit(entry: Any) -> tuple[str, ...] | None:
         """Return the Explicit axes of an entry of a spec; None if it has none."""
         axes = entry if isinstance(entry, tuple) else (entry,)
-        return tuple(axis for axis in axes if axis in sharding.mesh.explicit_axes) or None
+        return tuple(axis for axis in axes if axis in typed.explicit_axes) or None
 
     if is_explicit:
         operands = map_operands(lay_out, operands)
@@ -234,6 +234,6 @@ def enter_shard_map(
         mesh=mesh,
         in_specs=(specs,),
         out_specs=(rows, rows if want_lse else None),
-        axis_names=set(sharding.mesh.axis_names) if is_explicit else manual,
+        axis_names=set(typed.axis_names) if is_explicit else manual,
     )
     return sharded(operands)

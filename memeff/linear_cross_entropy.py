@@ -236,8 +236,10 @@ def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array
     V = inputs.kernel.shape[1]
     words = V * options.devices
     word, ignored, valid = _find_words(options, labels, V)
-    inputs = inputs._replace(x=inputs.x.reshape(-1, inputs.x.shape[-1]))
-    sums: Sums = call(Forward(options.settings), *vary_together((inputs, word.reshape(-1))))
+    if not _in_one_tile(options.settings, labels):
+        inputs = inputs._replace(x=inputs.x.reshape(-1, inputs.x.shape[-1]))
+        word = word.reshape(-1)
+    sums: Sums = call(Forward(options.settings), *vary_together((inputs, word)))
     if options.vocab_axis is not None:
         sums = _sum_over_devices(sums, options.vocab_axis)
     sums = jax.tree.map(lambda x: x.reshape(labels.shape), sums)
@@ -245,6 +247,14 @@ def _loss(options: Options, inputs: Inputs, labels: Array) -> tuple[Array, Array
     if options.vocab_axis is not None and inputs.bias is not None:
         visible = lax.psum(visible, options.vocab_axis)
     return token_losses(options.terms, sums, ignored, valid, visible)
+
+
+def _in_one_tile(settings: Settings, labels: Array) -> bool:
+    """Return True if tokens in several dims, any of which may be sharded, are one tile.
+
+    They keep their dims, because XLA gathers tokens for a reshape of dims of which it shards one.
+    """
+    return labels.ndim > 1 and may_be_sharded() and labels.size <= settings.tile[0]
 
 
 def _find_words(options: Options, labels: Array, V: int) -> tuple[Array, Array, Array]:

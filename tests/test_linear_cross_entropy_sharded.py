@@ -214,6 +214,31 @@ def test_sharded_tokens_without_shard_map(axis_type, monkeypatch):
     assert f"f32[{H},{WORDS}]" in line
 
 
+@pytest.mark.parametrize(
+    "function, axis_type",
+    few(
+        itertools.product([of_devices, second_of_devices], TYPES),
+        [(of_devices, AxisType.Auto)],
+    ),
+)
+def test_tokens_that_are_sharded_in_two_dims_stay_where_they_are(function, axis_type, monkeypatch):
+    """A batch over some devices, and each of its sequences over others."""
+    monkeypatch.setattr(f"{__name__}.SHARDED_CHUNK", None)
+    x, kernel, bias, labels, cotangents = sharded_args()
+    x, labels, *cotangents = (y[:, :36] for y in (x, labels, *cotangents))
+    args = x, kernel, bias, labels, tuple(cotangents)
+    run = jax.jit(functools.partial(function, None))
+    rows = P("d", "s")
+    on_mesh = placed(mesh_of(axis_type, d=2, s=2), (rows, P(), P(), rows, (rows, rows)), args)
+    program = run.lower(*on_mesh).compile()
+    results = program(*on_mesh)
+    assert_near(results, jax.tree.map(np.asarray, run(*args)), 5e-6)
+    dx = results[2] if function is of_devices else results[0]
+    assert dx.sharding.shard_shape(x.shape)[:2] == (2, 18)
+    lines = collectives(program.as_text())
+    assert lines and all("all-reduce" in line for line in lines)
+
+
 def test_tiles_of_sharded_tokens(monkeypatch):
     """A tile has all tokens where they may be sharded, and fewer words instead."""
     monkeypatch.setattr(loops, "may_be_sharded", lambda: True)

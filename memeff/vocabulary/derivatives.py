@@ -7,12 +7,13 @@ transpose, the gradient of loops.py. Orders beyond that come from `TileSum`.
 import dataclasses
 import functools
 import math
+import string
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from memeff.attention_ad import RESIDUAL_NAMES, tangent_of
@@ -72,7 +73,7 @@ class Forward(Function):
             return None
         if label_axis is None:
             labels = jnp.broadcast_to(labels, (size, *labels.shape))
-        inputs = inputs._replace(x=lax.collapse(inputs.x, 0, 2))
+        inputs = inputs._replace(x=inputs.x.reshape(-1, inputs.x.shape[-1]))
         calls_at_once = max(1, self.settings.calls_at_once // size)
         settings = dataclasses.replace(self.settings, calls_at_once=calls_at_once)
         sums = call(Forward(settings), inputs, labels.reshape(-1))
@@ -135,8 +136,11 @@ def tangent(settings: Settings, known, tangents: Inputs, narrow: bool = True) ->
     inputs, labels, lse = known
     arrays, structure = jax.tree.flatten(inputs)
     active, tangent_structure = jax.tree.flatten(tangents)
+    others = [x for x in string.ascii_lowercase if x not in "bnktsh"]  # a tile cuts none of these
+    of_tokens = "t" + "".join(others[: labels.ndim - 1])
     letters = [dims for dims, x in zip(DIMS, inputs, strict=True) if x is not None]
-    letters += ["t", "t", "t"]  # labels, high, low
+    letters[0] = of_tokens + "h"
+    letters += [of_tokens] * 3  # labels, high, low
     dims = [DimNames(x, n) for n, x in enumerate(letters)]
     dims += [dims[n] for n, x in enumerate(structure.flatten_up_to(tangents)) if x is not None]
     grid = TileGrid(
@@ -181,18 +185,18 @@ class TileTangent:
         words = words_of_tile(*inputs[1:], location.cols, True)
         assert tokens.visible is not None and words.visible is not None  # as tiles may overlap
         keep = visible_pairs(tokens, words)
-        raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
+        raw = dot(settings, "...h,hc->...c", tokens.x, words.kernel)  # (1)
         factors = []
         if tangents.x is not None:
-            factors.append((jnp.where(tokens.visible[:, None], tangents.x, 0), words.kernel))
+            factors.append((jnp.where(tokens.visible[..., None], tangents.x, 0), words.kernel))
         if tangents.kernel is not None:
             factors.append((tokens.x, jnp.where(words.visible, tangents.kernel, 0)))
         d_raw = jnp.zeros_like(raw)
         if factors:  # as one product
             left, right = zip(*factors, strict=True)
-            left = jnp.concatenate(left, 1)
+            left = jnp.concatenate(left, -1)
             right = jnp.concatenate(right, 0)
-            d_raw = dot(settings, "th,hc->tc", left, right)
+            d_raw = dot(settings, "...h,hc->...c", left, right)
 
         def logits_of(raw, terms):
             return logits(settings, raw, terms, keep)
@@ -200,9 +204,9 @@ class TileTangent:
         dterms = jax.tree.map(or_zeros, words.terms, tuple(tangents[2:]))
         s, ds = jax.jvp(logits_of, (raw, words.terms), (d_raw, dterms))  # (2)
         p = probabilities(s, Lse(high, low), keep)  # (4)
-        sums = [(p * ds).sum(1), only_labels(tokens, words, ds).sum(1)]
+        sums = [(p * ds).sum(-1), only_labels(tokens, words, ds).sum(-1)]
         if settings.wants_total:
-            sums.append(only_visible(keep, ds).sum(1))
+            sums.append(only_visible(keep, ds).sum(-1))
         return tuple(sums)
 
     def _inputs(self, structure, parts) -> Inputs:

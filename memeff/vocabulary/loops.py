@@ -74,6 +74,8 @@ def tile_sides(inputs: Inputs, most: tuple[int, int]) -> tuple[int, int]:
     are multiples of 128, which GPUs multiply fastest, stay multiples of 128.
     """
     sides = []
+    if inputs.x.ndim > 2:  # tokens in several dims are one tile
+        most = max(1, inputs.x.shape[0]), most[1]
     for size, limit in zip((inputs.x.shape[0], inputs.kernel.shape[1]), most, strict=True):
         unit = math.gcd(limit, 128)
         count = max(1, math.ceil(size / limit))
@@ -83,7 +85,10 @@ def tile_sides(inputs: Inputs, most: tuple[int, int]) -> tuple[int, int]:
 
 
 class Tiles(NamedTuple):
-    """The arrays of a call, to be cut into tiles of t tokens and c words."""
+    """The arrays of a call, to be cut into tiles of t tokens and c words.
+
+    Tokens in several dims are cut along the first of these.
+    """
 
     settings: Settings
     inputs: Inputs
@@ -143,9 +148,10 @@ def forward(settings: Settings, inputs: Inputs, labels: Array) -> Sums:
     # words outside, because XLA copies a tile of the kernel: once for all tokens
     def visit_words(rows, _, words: Words):
         def visit_tokens(rows, start, tokens: Tokens):
-            raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
+            raw = dot(settings, "...h,hc->...c", tokens.x, words.kernel)  # (1)
             new = online_step(settings, tokens, words, raw, tiles.of_tokens(rows, start))
-            return [write_slice(x, part, (start,)) for x, part in zip(rows, new, strict=True)]
+            starts = start, *[0] * (tokens.labels.ndim - 1)
+            return [write_slice(x, part, starts) for x, part in zip(rows, new, strict=True)]
 
         return tiles.fold_tokens(visit_tokens, rows)
 
@@ -161,12 +167,12 @@ def online_step(
     m, l, hit, total = rows
     keep = visible_pairs(tokens, words)
     s = logits(settings, raw, words.terms, keep)  # (2)
-    new_m = jnp.maximum(m, s.max(1))  # (3)
+    new_m = jnp.maximum(m, s.max(-1))  # (3)
     shift = jnp.where(new_m == -jnp.inf, 0, new_m)
-    l = l * jnp.exp(m - shift) + jnp.exp(s - shift[:, None]).sum(1)
+    l = l * jnp.exp(m - shift) + jnp.exp(s - shift[..., None]).sum(-1)
     hit = hit + label_logits(tokens, words, s)
     if settings.wants_total:
-        total = total + only_visible(keep, s).sum(1)
+        total = total + only_visible(keep, s).sum(-1)
     return [new_m, l, hit, total]
 
 
@@ -199,17 +205,24 @@ def backward(settings: Settings, inputs: Inputs, labels: Array, lse: Lse, dsums:
                 d_raw = kernels.cotangents(settings, tokens, words, *rows)
                 more_dterms = None, None
             else:
-                raw = dot(settings, "th,hc->tc", tokens.x, words.kernel)  # (1)
+                raw = dot(settings, "...h,hc->...c", tokens.x, words.kernel)  # (1)
                 d_raw, more_dterms = transpose_logits(settings, tokens, words, raw, *rows)
-            d_raw, lift = lift_float16(d_raw, tokens.x.dtype, (0, 1))
+            every = tuple(range(d_raw.ndim))
+            d_raw, lift = lift_float16(d_raw, tokens.x.dtype, every)
             d_raw = lax.optimization_barrier(d_raw)  # computed once, for two products
-            more_dx = dot(settings, "tc,hc->th", d_raw, words.kernel)  # (6)
-            more_dk = dot(settings, "th,tc->hc", tokens.x, d_raw)
+            more_dx = dot(settings, "...c,hc->...h", d_raw, words.kernel)  # (6)
+            more_dk = jnp.tensordot(  # a reshape to t would gather sharded tokens
+                tokens.x,
+                d_raw,
+                (every[:-1], every[:-1]),
+                precision=settings.precision,
+                preferred_element_type=lse.high.dtype,
+            )
             if lift is not None:
                 more_dx = more_dx / lift
-                more_dk = more_dk / lift
+                more_dk = more_dk / lift.reshape(1, 1)
             dterms = jax.tree.map(jnp.add, dterms, more_dterms)
-            return add_slice(dx, more_dx, (row, 0)), dk + more_dk, dterms
+            return add_slice(dx, more_dx, (row, *[0] * (dx.ndim - 1))), dk + more_dk, dterms
 
         dx, dkernel, dbias, dcap = gradients
         sums = (dx, zeros(words.kernel), jax.tree.map(zeros, words.terms))
@@ -238,8 +251,8 @@ def transpose_logits(
 
     terms = jax.tree.map(lambda x: x.astype(raw.dtype), words.terms)
     s, pull = jax.vjp(logits_of, raw, terms)  # (2)
-    ds = probabilities(s, lse, keep) * dsums.lse[:, None]  # (4) (5)
-    ds = ds + only_labels(tokens, words, dsums.hit[:, None])
+    ds = probabilities(s, lse, keep) * dsums.lse[..., None]  # (4) (5)
+    ds = ds + only_labels(tokens, words, dsums.hit[..., None])
     if dsums.total is not None:
-        ds = ds + dsums.total[:, None]
+        ds = ds + dsums.total[..., None]
     return pull(ds)

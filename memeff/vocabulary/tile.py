@@ -18,7 +18,7 @@ IGNORED = -3  # the token takes part in nothing
 class Inputs(NamedTuple):
     """The arrays that have gradients, or one thing for each of them, such as a tangent."""
 
-    x: Any  # T H
+    x: Any  # T H, or T and other dims of tokens, then H
     kernel: Any  # H V
     bias: Any  # V, -inf hides a word; None: no bias
     soft_cap: Any  # scalar; None: no cap, or a static one
@@ -77,8 +77,9 @@ def tokens_of_tile(
     """
     if not (overlap or settings.has_ignored):
         return Tokens(x, labels, None)
+    rows = rows.reshape(-1, *[1] * (labels.ndim - 1))
     visible = (rows >= 0) & (labels != IGNORED)
-    x = jnp.where(visible[:, None], x, 0)
+    x = jnp.where(visible[..., None], x, 0)
     return Tokens(x, jnp.where(visible, labels, ABSENT), visible)
 
 
@@ -100,7 +101,7 @@ def words_of_tile(
 
 def visible_pairs(tokens: Tokens, words: Words) -> Array | None:
     """Return True where token and word are visible, [t, c], [t, 1] or [1, c]; None: everywhere."""
-    rows = None if tokens.visible is None else jnp.expand_dims(tokens.visible, 1)
+    rows = None if tokens.visible is None else jnp.expand_dims(tokens.visible, -1)
     columns = None if words.visible is None else jnp.expand_dims(words.visible, 0)
     if rows is None or columns is None:
         return columns if rows is None else rows
@@ -120,13 +121,13 @@ def logits(settings: Settings, raw: Array, terms, keep: Array | None) -> Array:
 def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
     """Return p [t, c], (4), and 0 where `keep` is False, also where lse is -inf."""
     assert lse.low is not None
-    shifted = (s - lse.high[:, None]) - lse.low[:, None]
+    shifted = (s - lse.high[..., None]) - lse.low[..., None]
     return jnp.exp(shifted if keep is None else jnp.where(keep, shifted, -jnp.inf))
 
 
 def only_labels(tokens: Tokens, words: Words, x: Array) -> Array:
     """Return [t, c]: x, of that shape or [t, 1], at the labels and 0 elsewhere."""
-    return jnp.where(tokens.labels[:, None] == words.numbers[None], x, 0)
+    return jnp.where(tokens.labels[..., None] == words.numbers, x, 0)
 
 
 def label_logits(tokens: Tokens, words: Words, s: Array) -> Array:
@@ -137,7 +138,7 @@ def label_logits(tokens: Tokens, words: Words, s: Array) -> Array:
     c = len(words.numbers)
     start = words.numbers[-1] - (c - 1)  # the last word is in no tile before
     column = jnp.clip(tokens.labels - start, 0, c - 1)
-    entries = jnp.take_along_axis(s, column[:, None], 1, mode="promise_in_bounds")[:, 0]
+    entries = jnp.take_along_axis(s, column[..., None], -1, mode="promise_in_bounds")[..., 0]
     return jnp.where(words.numbers[column] == tokens.labels, entries, 0)
 
 

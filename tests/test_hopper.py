@@ -36,6 +36,15 @@ def test_values(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["segments", "lengths", "segments, long"])
+def test_forward_with_a_thread_block_for_each_tile(name, monkeypatch):
+    monkeypatch.setattr("memeff.pallas.hopper.forward.MAX_PERSISTENT_POSITIONS", 0)
+    z, kwargs = CASES[name]
+    args = draw(bf16, z._replace(D=z.D - 8))  # a shape of its own, as programs are kept
+    assert_case(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+
+
+@pytest.mark.slow
 def test_float16():
     args = draw(np.float16, small(T=130, S=130))
     kwargs = dict(is_causal=True)
@@ -97,6 +106,22 @@ def test_gradient_of_wide_heads_with_a_bias_is_taken_by_the_chunked_path():
     args = draw(bf16, small(T=70, S=90, H=192, D=130))
     kwargs = dict(bias=np.linspace(-1, 1, 70 * 90).reshape(1, 1, 70, 90).astype(f32))
     assert_truth(run_kernels(args, kwargs), "192", args, kwargs, "bfloat16")
+
+
+# Calls whose query heads of a group have a thread block each. Small calls are not divided.
+DIVIDED = {
+    "64": (small(T=66, S=100, K=2, G=2), dict(is_causal=True)),
+    "two tiles": (small(T=130, S=200, G=4, H=128, D=128), dict(logits_soft_cap=5.0)),
+    "wide": (small(T=66, S=100, K=2, G=2, H=192, D=128), {}),
+}
+
+
+@pytest.mark.parametrize("name", few(DIVIDED, ("64",)))
+def test_gradient_of_divided_groups(name, monkeypatch):
+    monkeypatch.setattr("memeff.pallas.hopper.backward_key.group_parts", lambda sizes, *_: sizes.G)
+    z, kwargs = DIVIDED[name]
+    args = draw(bf16, z)
+    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
 
 
 # ---- the gradient in one kernel

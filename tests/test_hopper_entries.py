@@ -91,6 +91,13 @@ def test_entries_are_those_of_a_copy(fused):
         assert_same(*both_ways(72, 72, 64, fused), fused)
 
 
+@pytest.mark.slow
+def test_divided_groups_whose_gradients_are_joined(monkeypatch):
+    monkeypatch.setattr("memeff.pallas.hopper.backward_key.group_parts", lambda sizes, *_: sizes.G)
+    with interpreted():
+        assert_same(*both_ways(80, 72, 64, False), False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("H", [32, 40, 64, 128])

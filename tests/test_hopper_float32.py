@@ -79,6 +79,14 @@ def test_values(name):
     assert_errs_less_than_tf32(run_kernels(args, kwargs, "float32"), args, kwargs)
 
 
+@pytest.mark.slow
+def test_gradient_of_divided_groups(monkeypatch):
+    monkeypatch.setattr("memeff.pallas.hopper.backward_key.group_parts", lambda sizes, *_: sizes.G)
+    args = draw(f32, small(T=66, S=100, K=2, G=3))
+    kwargs = dict(is_causal=True)
+    assert_errs_less_than_tf32(run_kernels(args, kwargs, "float32"), args, kwargs)
+
+
 def test_a_function_of_logits():
     """Scores and the gradient by their params need no more than in 16 bits."""
     args = draw(f32, small(T=70, S=90, G=2))

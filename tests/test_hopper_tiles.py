@@ -3,6 +3,8 @@
 Tiles are compared with pictures of all pairs.
 """
 
+import types
+
 import numpy as np
 import pytest
 from hopper_cases import needs_kernels
@@ -264,6 +266,28 @@ def test_query_heads_of_a_group_are_divided_where_key_heads_are_few(
     assert backward_common.group_parts(sizes, visited, has_segments) == parts
     divided = sizes.with_parts(parts)
     assert (divided.K, divided.G) == (K * parts, G // parts)
+
+
+@pytest.mark.parametrize(
+    "T, has_segments, right, blocks_stay",
+    [
+        (8192, False, 0, True),
+        (8192, True, 0, False),
+        (1024, True, 0, True),
+        (8192, True, None, False),
+    ],
+)
+def test_forward_has_a_block_for_each_tile_where_segments_decide_the_work(
+    T, has_segments, right, blocks_stay
+):
+    from memeff.pallas.hopper import forward, tile_ranges
+
+    problem = Problem(right=right)
+    visited = tile_ranges.tiles_visited(problem, (T, T), 128, 128)
+    ids = np.zeros((1, T)) if has_segments else None
+    scalars = types.SimpleNamespace(q_lengths=None, kv_lengths=None, q_segments=ids)
+    blocks, _ = forward.choose_blocks(problem, scalars, visited, 128, 32, T * 512)
+    assert blocks == (132 if blocks_stay else 32 * T // 128)
 
 
 def test_blocks_that_are_free_begin_the_next_item():

@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -96,14 +97,8 @@ def attend(
     tiles = -(-T // tiling.rows)
     items = B * N * tiles
     visited = tiles_visited(problem, lengths, tiling.rows, tiling.keys)
-    if times_unknown(scalars) and visited.mean() * tiling.keys > MAX_PERSISTENT_POSITIONS:
-        blocks = items
-        order = cache_order(B * N, max(1, S * (H + D) * 2 * K // N))
-    else:
-        blocks = persistent_blocks(items)
-        order = TileOrder()
-        if problem.right is not None:  # one more for what an item costs besides its visits
-            order = balanced_order(B * N, 1 + visited, blocks)
+    bytes_read = max(1, S * (H + D) * 2 // sizes.G)
+    blocks, order = choose_blocks(problem, scalars, visited, tiling.keys, B * N, bytes_read)
     order = order_for_bias(order, scalars, B)
     scalars = with_ranges(scalars, lengths, tiling.rows)
     scalars = with_lists(problem, scalars, lengths, (tiling.rows, tiling.keys))
@@ -150,6 +145,28 @@ def attend(
         third_round=True,
     )
     return outputs[:out_parts], outputs[-1] if want_lse else None
+
+
+def choose_blocks(
+    problem: Problem,
+    scalars: Scalars,
+    visited: np.ndarray,
+    size: int,
+    heads: int,
+    bytes_read: int,
+) -> tuple[int, TileOrder]:
+    """Return the number of thread blocks and their order, as for the gradient.
+
+    `visited`: tiles of `size` keys that each item of a head visits. `bytes_read`: by a head.
+    """
+    items = heads * visited.size
+    if times_unknown(scalars) and visited.mean() * size > MAX_PERSISTENT_POSITIONS:
+        return items, cache_order(heads, bytes_read)
+    blocks = persistent_blocks(items)
+    if problem.right is None:
+        return blocks, TileOrder()
+    # one more for what an item costs besides its visits
+    return blocks, balanced_order(heads, 1 + visited, blocks)
 
 
 def _copy_operands(

@@ -102,10 +102,15 @@ def words_of_tile(
 def visible_pairs(tokens: Tokens, words: Words) -> Array | None:
     """Return True where token and word are visible, [t, c], [t, 1] or [1, c]; None: everywhere."""
     rows = None if tokens.visible is None else jnp.expand_dims(tokens.visible, -1)
-    columns = None if words.visible is None else jnp.expand_dims(words.visible, 0)
+    columns = None if words.visible is None else _along_words(words.visible, tokens)
     if rows is None or columns is None:
         return columns if rows is None else rows
     return rows & columns
+
+
+def _along_words(x: Array, tokens: Tokens) -> Array:
+    """Return x [c] with a dim of size 1 for each dim of tokens before."""
+    return x.reshape(*[1] * tokens.labels.ndim, -1)
 
 
 def logits(settings: Settings, raw: Array, terms, keep: Array | None) -> Array:
@@ -127,7 +132,7 @@ def probabilities(s: Array, lse: Lse, keep: Array | None) -> Array:
 
 def only_labels(tokens: Tokens, words: Words, x: Array) -> Array:
     """Return [t, c]: x, of that shape or [t, 1], at the labels and 0 elsewhere."""
-    return jnp.where(tokens.labels[..., None] == words.numbers, x, 0)
+    return jnp.where(tokens.labels[..., None] == _along_words(words.numbers, tokens), x, 0)
 
 
 def label_logits(tokens: Tokens, words: Words, s: Array) -> Array:

@@ -104,7 +104,7 @@ class Settings(Config):
 
     @property
     def highest_rate(self) -> float:
-        """Return the highest learning rate. AdamW moves each weight by about that, so wider sums bear less of it."""
+        """Return the highest learning rate: AdamW moves each weight by about it, and a wide layer adds up many weights."""
         if self.learning_rate is not None:
             return self.learning_rate
         return min(0.003, 0.384 / self.width)

@@ -39,7 +39,6 @@ from memeff.pallas.hopper.persistent import (
     Ring,
     WorkState,
     any_failed,
-    persistent_blocks,
     skip_item,
 )
 from memeff.pallas.hopper.scalars import Scalars
@@ -48,9 +47,9 @@ from memeff.pallas.hopper.scheduler import (
     CallSizes,
     KeyWork,
     TileOrder,
-    balanced_order,
     cache_order,
     finish_time,
+    persistent_order,
     times_unknown,
 )
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, TokenVectors
@@ -248,10 +247,7 @@ def choose_blocks(
     causal = problem.right is not None
     if times_unknown(scalars) or causal and visited.mean() * size > MAX_PERSISTENT_POSITIONS:
         return items, cache_order(heads, bytes_read) if causal else TileOrder()
-    blocks = persistent_blocks(items)
-    if not causal:
-        return blocks, TileOrder()
-    return blocks, balanced_order(heads, ITEM_START_TILES + visited, blocks)
+    return persistent_order(problem, heads, ITEM_START_TILES + visited)
 
 
 def group_parts(sizes: CallSizes, visited: np.ndarray, has_segments: bool) -> int:

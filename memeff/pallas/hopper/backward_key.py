@@ -178,7 +178,8 @@ def key_value_gradient(
         shapes = [(B, key.shape[1], 2 * K, H)]
     count = len(shapes)
     is_rounded = tiling.parts == 1
-    shapes *= _arrays_of_parts(shape.parts) if is_rounded else 1
+    if shape.parts > 1 and is_rounded:
+        shapes *= 2  # for what rounding takes, so that only the sum of the parts is rounded
     types = [jax.ShapeDtypeStruct(x, query.dtype) for x in shapes]
     head_dims = whole_width(H), whole_width(D)
     stored = run_persistent_kernel(
@@ -198,14 +199,6 @@ def key_value_gradient(
     return (jnp.concatenate(results, axis=2),) if join_later else tuple(results)
 
 
-def _arrays_of_parts(parts: int) -> int:
-    """Return how many arrays of 16 bits hold a gradient of `parts` of each group of query heads.
-
-    A second one has what the rounding of the first took, so that only the sum is rounded.
-    """
-    return 2 if parts > 1 else 1
-
-
 def _sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     """Return the sum over the parts of each group, which `arrays` hold together, in `dtype`."""
     if parts == 1:
@@ -220,7 +213,7 @@ def _store(
 ) -> None:
     """Store the rows of gradients to their places in each of one or two arrays, by their tiles.
 
-    The second array is that of `_arrays_of_parts`.
+    The second array takes what the rounding of the first leaves out.
     """
     for n, refs in enumerate(places):
         for tile_s, x in zip(tiles, gradients, strict=True):

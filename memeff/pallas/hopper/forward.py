@@ -50,7 +50,6 @@ from memeff.pallas.hopper.persistent import (
     Ring,
     Roles,
     WorkState,
-    persistent_blocks,
     run_persistent_kernel,
 )
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
@@ -59,10 +58,10 @@ from memeff.pallas.hopper.scheduler import (
     CallSizes,
     QueryWork,
     TileOrder,
-    balanced_order,
     cache_order,
     find_query_work,
     order_for_bias,
+    persistent_order,
     times_unknown,
 )
 from memeff.pallas.hopper.score_tile import copy_token_vectors
@@ -155,18 +154,15 @@ def choose_blocks(
     heads: int,
     bytes_read: int,
 ) -> tuple[int, TileOrder]:
-    """Return the number of thread blocks and their order, as for the gradient.
+    """Return the number of thread blocks and the order of the items of `heads`.
 
     `visited`: tiles of `size` keys that each item of a head visits. `bytes_read`: by a head.
     """
     items = heads * visited.size
     if times_unknown(scalars) and visited.mean() * size > MAX_PERSISTENT_POSITIONS:
         return items, cache_order(heads, bytes_read)
-    blocks = persistent_blocks(items)
-    if problem.right is None:
-        return blocks, TileOrder()
     # one more for what an item costs besides its visits
-    return blocks, balanced_order(heads, 1 + visited, blocks)
+    return persistent_order(problem, heads, 1 + visited)
 
 
 def _copy_operands(

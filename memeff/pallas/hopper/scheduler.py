@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from memeff.masking import MaskInputs
+from memeff.pallas.hopper.persistent import persistent_blocks
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.tile_ranges import TileList, TileRange, keys_seen, queries_seeing
 from memeff.problem import Problem
@@ -126,6 +127,16 @@ def balanced_order(count: int, times: np.ndarray, blocks: int) -> TileOrder:
         if best_balance >= BALANCED:
             break
     return best
+
+
+def persistent_order(problem: Problem, heads: int, times: np.ndarray) -> tuple[int, TileOrder]:
+    """Return the number of thread blocks that stay, and the order of the items of `heads`.
+
+    `times` are those of the items of one head.
+    """
+    blocks = persistent_blocks(heads * times.size)
+    order = TileOrder() if problem.right is None else balanced_order(heads, times, blocks)
+    return blocks, order
 
 
 def _balance(count: int, times: np.ndarray, blocks: int, order: TileOrder) -> float:

@@ -85,6 +85,25 @@ def test_values_in_small_tiles(name):
     assert_case(run_kernels(args, kwargs, "float16", "8.6"), name, args, kwargs, "float16")
 
 
+# Calls whose query heads of a group have a thread block each (small calls are not divided), and
+# the kind of gradient.
+DIVIDED = {
+    "64": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "split"),
+    "two tiles": (small(T=130, S=200, G=4, H=128, D=128), dict(logits_soft_cap=5.0), "split"),
+    "64, fused": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "fused"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", few(DIVIDED, ("64", "64, fused")))
+def test_gradient_of_divided_groups(name, monkeypatch):
+    monkeypatch.setattr("memeff.pallas.ampere.backward.group_parts", lambda sizes, *_: sizes.G)
+    z, kwargs, backward = DIVIDED[name]
+    args = draw(bf16, z)
+    result = run_kernels(args, kwargs | {"backward": backward}, detect_races=backward == "split")
+    assert_truth(result, name, args, kwargs, "bfloat16")
+
+
 IN_ONE_BLOCK = small(T=150, S=60, G=2, H=40, D=100), dict(is_causal=True, q_offset=-20), True
 FUSED_HERE = {name: (*call[:2], False) for name, call in FUSED.items()}  # blocks own 64 keys
 FUSED_HERE |= {"one block of 64": IN_ONE_BLOCK}

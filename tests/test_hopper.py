@@ -108,20 +108,26 @@ def test_gradient_of_wide_heads_with_a_bias_is_taken_by_the_chunked_path():
     assert_truth(run_kernels(args, kwargs), "192", args, kwargs, "bfloat16")
 
 
-# Calls whose query heads of a group have a thread block each. Small calls are not divided.
+# Calls whose query heads of a group have a thread block each (small calls are not divided), and
+# the kind of gradient.
 DIVIDED = {
-    "64": (small(T=66, S=100, K=2, G=2), dict(is_causal=True)),
-    "two tiles": (small(T=130, S=200, G=4, H=128, D=128), dict(logits_soft_cap=5.0)),
-    "wide": (small(T=66, S=100, K=2, G=2, H=192, D=128), {}),
+    "64": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "split"),
+    "two tiles": (small(T=130, S=200, G=4, H=128, D=128), dict(logits_soft_cap=5.0), "split"),
+    "wide": (small(T=66, S=100, K=2, G=2, H=192, D=128), {}, "split"),
+    "64, fused": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "fused"),
+    "two tiles, fused": (small(T=130, S=200, G=4, H=128, D=128), {}, "fused"),
 }
 
 
-@pytest.mark.parametrize("name", few(DIVIDED, ("64",)))
+@pytest.mark.parametrize("name", few(DIVIDED, ("64", "64, fused")))
 def test_gradient_of_divided_groups(name, monkeypatch):
-    monkeypatch.setattr("memeff.pallas.hopper.backward_key.group_parts", lambda sizes, *_: sizes.G)
-    z, kwargs = DIVIDED[name]
+    for kernel in ("backward_key", "fused"):
+        patched = f"memeff.pallas.hopper.{kernel}.group_parts"
+        monkeypatch.setattr(patched, lambda sizes, *_: sizes.G)
+    z, kwargs, backward = DIVIDED[name]
     args = draw(bf16, z)
-    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+    result = run_kernels(args, kwargs | {"backward": backward}, detect_races=backward == "split")
+    assert_truth(result, name, args, kwargs, "bfloat16")
 
 
 # ---- the gradient in one kernel

@@ -248,7 +248,7 @@ def test_blocks_that_stay_have_equally_much_to_do(T, heads):
 @pytest.mark.parametrize(
     "B, T, K, G, has_segments, parts",
     [
-        (1, 8192, 1, 8, False, 8),  # 64 tiles, the first of which does a 32nd of the work
+        (1, 8192, 1, 8, False, 4),  # 64 tiles, the first of which does a 32nd of the work
         (1, 8192, 1, 1, False, 1),
         (2, 8192, 8, 4, False, 1),
         (1, 32768, 2, 4, False, 1),
@@ -259,11 +259,12 @@ def test_blocks_that_stay_have_equally_much_to_do(T, heads):
 def test_query_heads_of_a_group_are_divided_where_key_heads_are_few(
     B, T, K, G, has_segments, parts
 ):
-    from memeff.pallas.hopper import backward_common, scheduler, tile_ranges
+    from memeff.pallas.hopper import backward_common, memory, scheduler
 
-    visited = tile_ranges.tiles_visited(Problem(right=0), (T, T), 128, 64, keys=True)
     sizes = scheduler.CallSizes(B, T, T, K, G)
-    assert backward_common.group_parts(sizes, visited, has_segments) == parts
+    key_blocks = memory.KeyBlocks(128)
+    args = sizes, Problem(right=0), key_blocks, has_segments
+    assert backward_common.group_parts(*args) == parts
     divided = sizes.with_parts(parts)
     assert (divided.K, divided.G) == (K * parts, G // parts)
 

@@ -12,7 +12,7 @@ in global memory. It does so one visit later, beside dp, when d_raw is in shared
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
+from memeff.pallas.ampere.capability import KEY_BLOCKS
 from memeff.pallas.ampere.mosaic import (
     add_product_to_sums,
     copy_pairs,
@@ -36,10 +37,12 @@ from memeff.pallas.hopper.backward_common import (
     Gradient,
     count_term_gradients,
     float16_lift,
+    group_parts,
     is_finite,
     optional_slot,
     scale_sums,
 )
+from memeff.pallas.hopper.backward_key import arrays_of_parts, sum_parts
 from memeff.pallas.hopper.bias import bias_tiles, head_bias
 from memeff.pallas.hopper.mosaic import (
     COL,
@@ -54,6 +57,7 @@ from memeff.pallas.hopper.mosaic import (
     whole_width,
 )
 from memeff.pallas.hopper.nonfinite import clean_tile
+from memeff.pallas.hopper.parts import rounding_rest
 from memeff.pallas.hopper.persistent import any_failed
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
@@ -72,7 +76,7 @@ from memeff.pallas.hopper.tile_ranges import with_lists
 from memeff.problem import Problem
 from memeff.shape import round_up
 
-ROWS = 64  # of a tile, but for owned queries
+ROWS = KEY_BLOCKS.keys  # of a tile, but for owned queries
 
 
 class Tiling(NamedTuple):
@@ -156,12 +160,15 @@ def _run(
     B, _, N, H = query.shape
     K, D = value.shape[2:]
     T, S = lengths
-    G = N // K
-    sizes = CallSizes(B, T, S, K, G)
+    sizes = CallSizes(B, T, S, K, N // K)
     owned = ROWS if of_keys else tiling.query_rows
-    items = B * (K * -(-S // owned) if of_keys else N * -(-T // owned))
-    bytes_read = (T * G if of_keys else S // G) * (H + D) * query.dtype.itemsize
-    order = cache_order(B * (K if of_keys else N), max(1, bytes_read))
+    if of_keys:
+        has_segments = scalars.q_segments is not None
+        sizes = sizes.with_parts(group_parts(sizes, problem, KEY_BLOCKS, has_segments))
+    heads = B * (sizes.K if of_keys else N)
+    items = heads * -(-(S if of_keys else T) // owned)
+    bytes_read = (T * sizes.G if of_keys else S // sizes.G) * (H + D) * query.dtype.itemsize
+    order = cache_order(heads, max(1, bytes_read))
     order = order_for_bias(order, scalars, B)
     scalars = with_ranges(scalars, lengths, owned, keys=of_keys)
     tile = (ROWS, owned) if of_keys else (owned, ROWS)
@@ -173,22 +180,35 @@ def _run(
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
         index = lax.axis_index("block")
         work: Any = find_work(problem, sizes, scalar_refs, *tile, order, index)
-        owner: Any = KeyTile if of_keys else QueryTile
-        owner(problem, sizes, array_refs, scratch, work).run(*refs[len(operands) :])
+        outputs = refs[len(operands) :]
+        inputs = problem, sizes, array_refs, scratch, work
+        if of_keys:
+            KeyTile(*inputs).run(outputs[:count], *outputs[count:])
+        else:
+            QueryTile(*inputs).run(*outputs)
 
-    results = [key, value] if of_keys else [query]
-    types = [jax.ShapeDtypeStruct(x.shape, query.dtype) for x in results]
+    shapes = [query.shape]
+    if of_keys:
+        shapes = [(B, x.shape[1], sizes.K, x.shape[3]) for x in (key, value)]
+        shapes *= arrays_of_parts(sizes.parts)
+    count = len(shapes)
+    types = [jax.ShapeDtypeStruct(x, query.dtype) for x in shapes]
     has_sums = sums is not None
     scratch = scratch_types(H, D, query.dtype, tiling.stages, tile, scalars, has_sums)
     run = functools.partial(kernel, body, name)
     more = {"scratch": scratch}, items, allow_approx_math(problem)
     if has_sums:
         state = *(lax.empty(x.shape, x.dtype) for x in types), sums
-        return tuple(pl.run_state(lambda refs: run([], *more)(*operands, *refs))(state))
+        stored = pl.run_state(lambda refs: run([], *more)(*operands, *refs))(state)
+    else:
+        if not of_keys:
+            row_sums = jax.ShapeDtypeStruct((B, N, round_up(T, owned)), jnp.float32)
+            types += [row_sums] * count_term_gradients(problem, scalars)
+        stored = run(types, *more)(*operands)
     if not of_keys:
-        row_sums = jax.ShapeDtypeStruct((B, N, round_up(T, owned)), jnp.float32)
-        types += [row_sums] * count_term_gradients(problem, scalars)
-    return tuple(run(types, *more)(*operands))
+        return tuple(stored)
+    dk, dv = (sum_parts(sizes.parts, stored[n:count:2], query.dtype) for n in range(2))
+    return dk, dv, *stored[count:]
 
 
 def scratch_types(
@@ -396,14 +416,14 @@ class KeyTile(NamedTuple):
     scratch: Scratch
     work: KeyWork
 
-    def run(self, dk_ref: Ref, dv_ref: Ref, sums_ref: Ref | None = None) -> None:
-        """Compute and store dk and dv.
+    def run(self, outputs: Sequence[Ref], sums_ref: Ref | None = None) -> None:
+        """Compute dk and dv, and store them to `outputs`, which are those of `arrays_of_parts`.
 
         With `sums_ref`, add to the sums of dq, and leave it to the caller to look for bad results.
         """
         work = self.work
         scratch = self.scratch
-        place = work.source.key, work.col, work.k
+        place = work.source.key, work.col, work.key_head
         operands = self.arrays.key, self.arrays.value
         _copy_pair(operands, place, scratch.owned_s, 0, scratch.owned_ready)
         wait_for_copies(scratch.owned_ready)
@@ -413,8 +433,9 @@ class KeyTile(NamedTuple):
             failed = any_failed(scratch.failed_s, bad_rows) > 0
             redo = functools.partial(self._gradients, redo=True)
             dk, dv = lax.cond(failed, lambda *_: redo(), lambda *x: x, dk, dv)
-        for shared, x, ref in zip(scratch.owned_s, (dk, dv), (dk_ref, dv_ref), strict=True):
-            shared[0] = x.astype(shared.dtype)
+        for n, ref in enumerate(outputs):
+            shared, x = scratch.owned_s[n % 2], (dk, dv)[n % 2]
+            shared[0] = x.astype(shared.dtype) if n < 2 else rounding_rest(x, shared.dtype)
             store_tile(shared.at[0], ref, work.b, work.col, work.k)
 
     def _gradients(self, sums_ref: Any = None, redo: bool = False) -> tuple[Array, Array]:

@@ -4,12 +4,13 @@ from jax import Array
 
 # "x as x": x is a function of the family, defined elsewhere
 from memeff.chunked.tangent import tangent as tangent  # from the kernels' out and lse
+from memeff.pallas.ampere.capability import KEY_BLOCKS
 from memeff.pallas.ampere.capability import backward_is_kernel as backward_is_kernel
 from memeff.pallas.ampere.capability import for_device as for_device
 from memeff.pallas.ampere.capability import fused_is_faster as fused_is_faster
 from memeff.pallas.ampere.capability import slower as slower
 from memeff.pallas.ampere.capability import why_not as why_not
-from memeff.pallas.hopper.memory import temp_bytes as temp_bytes
+from memeff.pallas.hopper import memory
 from memeff.problem import Gradients, Operands, Problem, Schedule
 from memeff.softmax import Lse, LseFor
 
@@ -34,6 +35,11 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
     from memeff.pallas.ampere import calls
 
     return calls.describe(schedule, operands)
+
+
+def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[int, int]:
+    """Return the temporary bytes of a forward, and those of forward and gradient in one call."""
+    return memory.temp_bytes(problem, schedule, operands, KEY_BLOCKS)
 
 
 def forward(

@@ -32,6 +32,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
+from memeff.pallas.hopper.memory import KeyBlocks
 from memeff.pallas.hopper.mosaic import init_accumulator, multiprocessors, plgpu, positions
 from memeff.pallas.hopper.parts import load_tile
 from memeff.pallas.hopper.persistent import (
@@ -53,12 +54,14 @@ from memeff.pallas.hopper.scheduler import (
     times_unknown,
 )
 from memeff.pallas.hopper.score_tile import HeadNumbers, ScoreTile, TokenVectors
+from memeff.pallas.hopper.tile_ranges import tiles_visited
 from memeff.problem import LogitParams, Problem
 
 ITEM_START_TILES = 2  # tiles that a block could visit while it goes from one item to the next
 START_OF_PART = 6  # the same where results are stored in two arrays
 SUMMED_TOKENS = 2900  # whose partial dk and dv XLA adds up in the time of one visit
-MASKED_VISIT = 2.5  # how much longer a visit takes in a tile of keys of two segments
+MASKED_VISIT = 2.9  # how much longer a visit takes in a tile of keys of two segments
+BUSY_VISIT = 1.3  # and where all multiprocessors are busy
 WORTHWHILE = 0.9  # of the time of fewer parts
 
 
@@ -250,14 +253,17 @@ def choose_blocks(
     return persistent_order(problem, heads, ITEM_START_TILES + visited)
 
 
-def group_parts(sizes: CallSizes, visited: np.ndarray, has_segments: bool) -> int:
+def group_parts(
+    sizes: CallSizes, problem: Problem, key_blocks: KeyBlocks, has_segments: bool
+) -> int:
     """Return into how many parts a kernel of keys divides the query heads of each key head.
 
-    A tile of keys visits the queries of all heads of its group (`visited`: tiles of one head). With
-    few key heads, one such item can take longer than all others take on the other multiprocessors.
-    A part of a group is an item of its own, but its dk and dv take memory, and are added up later.
+    A tile of keys visits the queries of all heads of its group. With few key heads, one such item
+    can take longer than all others take on the other multiprocessors. A part of a group is an item
+    of its own, but its dk and dv take memory, and are added up later.
     """
-    blocks = multiprocessors()
+    visited = tiles_visited(problem, (sizes.T, sizes.S), key_blocks.keys, ROWS, keys=True)
+    blocks = key_blocks.at_once * multiprocessors()
     items = sizes.B * sizes.K
     slowest = MASKED_VISIT if has_segments else 1.0
     fair_share = items * sizes.G * visited.sum() / blocks
@@ -265,12 +271,12 @@ def group_parts(sizes: CallSizes, visited: np.ndarray, has_segments: bool) -> in
         return 1
 
     def time(parts: int) -> float:
-        times = visited * (sizes.G / parts)
+        start = ITEM_START_TILES if parts == 1 else START_OF_PART
+        times = start + visited * (sizes.G / parts)
         slowest_item = slowest * times.max(initial=0)
-        if parts == 1:
-            return max(finish_time(np.tile(ITEM_START_TILES + times, items), blocks), slowest_item)
-        in_kernel = finish_time(np.tile(START_OF_PART + times, items * parts), blocks)
-        return max(in_kernel, slowest_item) + items * parts * sizes.S / SUMMED_TOKENS
+        times = np.repeat(times, items * parts)  # in causal order the long ones come first
+        end = max(finish_time(times, blocks), BUSY_VISIT * times.sum() / blocks, slowest_item)
+        return end if parts == 1 else end + items * parts * sizes.S / SUMMED_TOKENS
 
     times = {parts: time(parts) for parts in range(1, sizes.G + 1) if sizes.G % parts == 0}
     good_enough = min(times.values()) / WORTHWHILE

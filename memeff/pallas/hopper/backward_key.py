@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from memeff.pallas.hopper.backward_common import (
     zero_padding,
 )
 from memeff.pallas.hopper.bias import bias_tiles, copy_bias
+from memeff.pallas.hopper.memory import KeyBlocks
 from memeff.pallas.hopper.mosaic import (
     COL,
     Ref,
@@ -145,7 +146,8 @@ def key_value_gradient(
 
     tiles = tiles_visited(problem, lengths, tiling.item_size, ROWS, keys=True)
     shape = CallSizes(B, T, S, K, N // K)
-    shape = shape.with_parts(group_parts(shape, tiles, has_segments))
+    key_blocks = KeyBlocks(tiling.item_size)
+    shape = shape.with_parts(group_parts(shape, problem, key_blocks, has_segments))
     bytes_read = T * shape.G * (H + D) * 2
     heads = B * shape.K
     blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, heads, bytes_read)
@@ -178,8 +180,8 @@ def key_value_gradient(
         shapes = [(B, key.shape[1], 2 * K, H)]
     count = len(shapes)
     is_rounded = tiling.parts == 1
-    if shape.parts > 1 and is_rounded:
-        shapes *= 2  # for what rounding takes, so that only the sum of the parts is rounded
+    if is_rounded:
+        shapes *= arrays_of_parts(shape.parts)
     types = [jax.ShapeDtypeStruct(x, query.dtype) for x in shapes]
     head_dims = whole_width(H), whole_width(D)
     stored = run_persistent_kernel(
@@ -195,11 +197,20 @@ def key_value_gradient(
     )
     dtype = query.dtype if is_rounded else jnp.float32
     stored = [merge_array(x, dtype) for x in stored]
-    results = [_sum_parts(shape.parts, stored[n::count], dtype) for n in range(count)]
+    results = [sum_parts(shape.parts, stored[n::count], dtype) for n in range(count)]
     return (jnp.concatenate(results, axis=2),) if join_later else tuple(results)
 
 
-def _sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
+def arrays_of_parts(parts: int) -> int:
+    """Return in how many arrays of 16 bits a gradient is stored, by the parts of a group.
+
+    With several parts, the second array takes what the rounding of the first leaves out, so that
+    only the sum of the parts is rounded.
+    """
+    return 2 if parts > 1 else 1
+
+
+def sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     """Return the sum over the parts of each group, which `arrays` hold together, in `dtype`."""
     if parts == 1:
         return arrays[0]
@@ -208,13 +219,10 @@ def _sum_parts(parts: int, arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     return total.reshape(B, S, -1, parts, width).sum(3).astype(dtype)
 
 
-def _store(
-    tiles: Sequence[Ref], gradients: Sequence[Array], places: Sequence[Sequence[Ref]], parts: int
+def store_gradients(
+    tiles: Sequence[Ref], gradients: Sequence[Array], places: Iterable[Sequence[Ref]], parts: int
 ) -> None:
-    """Store the rows of gradients to their places in each of one or two arrays, by their tiles.
-
-    The second array takes what the rounding of the first leaves out.
-    """
+    """Store the rows of gradients to their places in each of `arrays_of_parts`, by their tiles."""
     for n, refs in enumerate(places):
         for tile_s, x in zip(tiles, gradients, strict=True):
             x = rounding_rest(x, tile_s.dtype) if n else x
@@ -384,7 +392,7 @@ def _compute(
         ]
         for refs in outputs
     ]
-    _store(stored, sums, places, parts)
+    store_gradients(stored, sums, places, parts)
     plgpu.barrier_arrive(scratch.item_used.at[lax.rem(state.items_done, jnp.int32(tiling.items))])
     return shape.G * count, failed
 

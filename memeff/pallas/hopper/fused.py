@@ -21,13 +21,20 @@ from memeff.logits import allow_approx_math
 from memeff.pallas.hopper.backward_common import (
     Gradient,
     Tiling,
+    group_parts,
     optional_slot,
     row_sums,
     token_vectors,
     transposed_tile,
     undo_lift,
 )
-from memeff.pallas.hopper.backward_key import copy_queries
+from memeff.pallas.hopper.backward_key import (
+    arrays_of_parts,
+    copy_queries,
+    store_gradients,
+    sum_parts,
+)
+from memeff.pallas.hopper.memory import KeyBlocks
 from memeff.pallas.hopper.mosaic import (
     COL,
     FLOATS,
@@ -108,14 +115,17 @@ def fused_gradients(
     _, _, K, D = value.shape
     T, S = lengths
     shape = CallSizes(B, T, S, K, N // K)
+    has_segments = scalars.q_segments is not None
+    key_blocks = KeyBlocks(tiling.item_size)
+    shape = shape.with_parts(group_parts(shape, problem, key_blocks, has_segments))
     assert D == H and tiling.warpgroups == GROUPS and tiling.tile_size * H == GROUPS * PART * PART
     assert lse.shape[-1] % tiling.tile_size == 0
     scalars = with_ranges(scalars, lengths, tiling.item_size, keys=True)
     operands, structure = jax.tree.flatten((arrays, scalars))
-    blocks = B * K * -(-S // tiling.item_size)
+    blocks = B * shape.K * -(-S // tiling.item_size)
     order = TileOrder()
     if problem.right is not None:
-        order = cache_order(B * K, T * shape.G * (H + D) * 2)
+        order = cache_order(B * shape.K, T * shape.G * (H + D) * 2)
 
     def body(*refs, scratch: FusedScratch):
         array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
@@ -155,13 +165,15 @@ def fused_gradients(
         allow_approx_math(problem),
         barriers=False,
     )
+    of_keys = B, key.shape[1], shape.K, H
     results = (
         jnp.zeros((B, *query.shape[1:]), jnp.float32),
-        lax.empty((B, *key.shape[1:]), query.dtype),
-        lax.empty((B, *value.shape[1:]), query.dtype),
         lax.empty((blocks, tiling.item_size), jnp.float32),
+        *(lax.empty(of_keys, query.dtype) for _ in range(2 * arrays_of_parts(shape.parts))),
     )
-    return pl.run_state(lambda refs: kernel(*operands, *refs))(results)
+    dq, bad, *key_gradients = pl.run_state(lambda refs: kernel(*operands, *refs))(results)
+    dk, dv = (sum_parts(shape.parts, key_gradients[n::2], query.dtype) for n in range(2))
+    return dq, dk, dv, bad
 
 
 def _scratch_types(H: int, dtype, scalars: Scalars, tiling: Tiling) -> FusedScratch:
@@ -257,7 +269,7 @@ def _compute(
     that no registers hold it until the end.
     """
     key_ref, value_ref = arrays
-    dq_ref, dk_ref, dv_ref, bad_ref = outputs
+    dq_ref, bad_ref, *key_refs = outputs
     work, work_at_end = works
     dtype = key_ref.dtype
     gradient = Gradient(problem, work.scalars.logit_terms)
@@ -286,13 +298,12 @@ def _compute(
     bad = plgpu.load(scratch.bad_s.at[0, group_rows], layout=ROW)
     scratch.bad_s[1, group_rows] = bad + nan_if_bad(dk) + nan_if_bad(dv)
     sync(scratch.computing)  # the other warpgroup has read these keys
-    k[...] = undo_lift(dk * gradient.slope, dtype).astype(dtype)
-    v[...] = undo_lift(dv, dtype).astype(dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k, _of_keys(dk_ref, work_at_end.b, work_at_end, group))
-    plgpu.copy_smem_to_gmem(v, _of_keys(dv_ref, work_at_end.b, work_at_end, group))
     plgpu.copy_smem_to_gmem(scratch.bad_s.at[1, group_rows], bad_ref.at[block, group_rows])
-    plgpu.wait_smem_to_gmem(0)
+    end = work_at_end
+    gradients = undo_lift(dk * gradient.slope, dtype), undo_lift(dv, dtype)
+    places = [_of_keys(ref, end.b, end, end.k, group) for ref in key_refs]
+    store_gradients((k, v), gradients, zip(places[::2], places[1::2], strict=True), 1)
 
 
 class _Visits(NamedTuple):
@@ -390,9 +401,9 @@ class _Visits(NamedTuple):
         plgpu.barrier_arrive(scratch.used.at[slot])
 
 
-def _of_keys(ref, b, work: KeyWork, group):
-    """Return the rows of batch entry `b` of `ref` that belong to warpgroup `group`'s keys."""
-    return ref.at[b, pl.ds(work.col + group * ROWS, ROWS), work.k]
+def _of_keys(ref, b, work: KeyWork, head, group):
+    """Return the rows of batch entry `b` and of `head` of `ref` with warpgroup `group`'s keys."""
+    return ref.at[b, pl.ds(work.col + group * ROWS, ROWS), head]
 
 
 def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, rows) -> None:
@@ -401,8 +412,8 @@ def _load_keys(arrays: tuple, scratch: FusedScratch, work: KeyWork, group, rows)
     _, key_vectors = scratch.token_vectors
     ready = scratch.kv_ready.at[group]
     k = scratch.k_s.at[0, rows]
-    key = _of_keys(key_ref, work.source.key, work, group)
-    value = _of_keys(value_ref, work.source.value, work, group)
+    key = _of_keys(key_ref, work.source.key, work, work.key_head, group)
+    value = _of_keys(value_ref, work.source.value, work, work.key_head, group)
     plgpu.copy_gmem_to_smem(key, k, ready)
     plgpu.copy_gmem_to_smem(value, scratch.v_s.at[0, rows], ready)
     cols = pl.ds(work.col + group * ROWS, ROWS)

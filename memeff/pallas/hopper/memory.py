@@ -1,6 +1,6 @@
 """Estimate the temporary memory of the Hopper kernels."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from memeff.pallas.hopper.capability import (
     backward_is_kernel,
@@ -14,12 +14,25 @@ from memeff.problem import Operands, Problem, Schedule
 from memeff.shape import round_up
 
 
-def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[int, int]:
+class KeyBlocks(NamedTuple):
+    """The thread blocks of a kernel that computes dk and dv."""
+
+    keys: int  # of each
+    at_once: int = 1  # blocks that share a multiprocessor
+
+
+def temp_bytes(
+    problem: Problem,
+    schedule: Schedule,
+    operands: Operands,
+    key_blocks: KeyBlocks | None = None,
+) -> tuple[int, int]:
     """Return the bytes of a forward for inference, and those of forward and gradient in one call.
 
     They hold padded copies, in float32 always, because the kernels read parts of its numbers, out,
     and the numbers that user functions precompute for tokens. The gradient adds rows, sums of dq
-    if fused, dk and dv of parts of groups, and the extra pass for params.
+    if fused, dk and dv of parts of groups, and the extra pass for params. `key_blocks` are those of
+    another family.
     """
     (B,), T, S, N, K, H, D = operands.shape
     width = round_up(max(H, D), 64)
@@ -59,7 +72,8 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     gradient += 4 * B * N * row_sums * rows
     if schedule.fused_backward:
         gradient += 4 * B * N * round_up(T, 8) * width
-    parts = 1 if schedule.fused_backward else _parts_of_groups(problem, operands)
+    key_blocks = key_blocks or _key_blocks(problem, schedule, operands)
+    parts = _parts_of_groups(problem, operands, key_blocks)
     if parts > 1:
         gradient += 4 * parts * B * K * round_up(S, 8) * (width + value_width)
     if calls.needs_extra_pass(problem, operands):
@@ -71,21 +85,26 @@ def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tupl
     return forward, gradient
 
 
-def _parts_of_groups(problem: Problem, operands: Operands) -> int:
+def _key_blocks(problem: Problem, schedule: Schedule, operands: Operands) -> KeyBlocks:
+    """Return the thread blocks of the kernel for dk and dv."""
+    from memeff.pallas.hopper import calls
+
+    if schedule.fused_backward:
+        return KeyBlocks(calls.fused_tiling(operands).item_size)
+    return KeyBlocks(calls.backward_tilings(problem, operands)[1].item_size)
+
+
+def _parts_of_groups(problem: Problem, operands: Operands, key_blocks: KeyBlocks) -> int:
     """Return into how many parts the kernels of keys divide the query heads of each key head."""
     from memeff.pallas.hopper.backward_common import group_parts
-    from memeff.pallas.hopper.calls import backward_tilings
     from memeff.pallas.hopper.scheduler import CallSizes
-    from memeff.pallas.hopper.tile_ranges import tiles_visited
 
     if not backward_is_kernel(operands):
         return 1
     shape = operands.shape
-    tiling = backward_tilings(problem, operands)[1]
-    lengths = shape.T, shape.S
-    visited = tiles_visited(problem, lengths, tiling.item_size, tiling.tile_size, keys=True)
-    call = CallSizes(shape.B, *lengths, shape.K, shape.G)
-    return group_parts(call, visited, operands.q_segments is not None)
+    sizes = CallSizes(shape.B, shape.T, shape.S, shape.K, shape.G)
+    has_segments = operands.q_segments is not None
+    return group_parts(sizes, problem, key_blocks, has_segments)
 
 
 def _bias_bytes(operands: Operands) -> int:

@@ -30,6 +30,8 @@ IDS = np.arange(B * T).reshape(B, T) // 3000
 CASES = {
     "full": dict(H=128),
     "causal": dict(H=64, K=4, is_causal=True),
+    "one key head": dict(H=128, K=1, is_causal=True),
+    "one key head, fused": dict(H=64, K=1, is_causal=True, backward="fused"),
     "fused": dict(H=128, is_causal=True, backward="fused"),
     "fused, 64": dict(H=64, T=8200, logits_soft_cap=20.0, backward="fused"),
     "window": dict(H=128, T=8200, local_window_size=(1000, 0), logits_soft_cap=20.0),

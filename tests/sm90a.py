@@ -44,6 +44,7 @@ CASES = {
     "causal": dict(H=64, is_causal=True),
     "grouped": dict(H=128, K=4, is_causal=True),
     "one key head": dict(H=128, K=1, is_causal=True),
+    "one key head, fused": dict(H=64, K=1, is_causal=True, backward="fused"),
     "window": dict(H=128, local_window_size=(1000, 0), logits_soft_cap=20.0),
     "wide": dict(H=256, is_causal=True),
     "values of 128": dict(H=192, D=128, is_causal=True),

@@ -45,9 +45,10 @@ SPILLED_IN_CASES = {
     "wide": 480,  # in dq, which is faster than cuDNN's so
     "wide, documents, alibi": 1260,
     "wide, segments, soft cap": 480,
+    "one key head, fused": 500,  # behind the loop, where dk and dv are stored in two arrays each
     "bias 32": 480,  # in tiles with masks, whose logits, bias and mask are in registers together
 }
-PARTS = 4  # of the 16 query heads of the only key head
+PARTS = 2  # of the 16 query heads of the only key head
 # The decode kernel spills only where an item has one of two tiles of rows, or 64 rows of 8 bits.
 SPILLED_IN_DECODE_CASES = {
     "decode, rows of two tiles": 40,

@@ -1,10 +1,12 @@
 """`python -m memeff.bench arguments` on small calls of every argument."""
 
 import json
+import re
 
 import pytest
 
 from memeff.bench import arguments
+from memeff.bench.tables import TIMED_MODES
 
 
 @pytest.mark.slow
@@ -15,12 +17,19 @@ def test_every_argument_is_timed_and_saved(monkeypatch, tmp_path, capsys):
     path = tmp_path / "arguments.jsonl"
     names = ["memeff", "jax.nn", "jax.nn:cudnn"]
     arguments.main(["--implementation", *names, "--rounds", "1", "--save", str(path)])
-    description, *lines = map(json.loads, path.read_text().splitlines())
-    assert description["table"] == "cells"
-    assert [line["with"] for line in lines] == list(cases)
-    for line in lines:
-        assert " / " in line["memeff, ms"]
-        has_jax_nn = line["with"] in ("plain", "bias", "mask")  # which lacks the others
-        assert ("jax.nn, ms" in line) == has_jax_nn
-    assert lines[0]["jax.nn:cudnn, ms"] == "fails"  # on a CPU
-    assert "cuDNN" in capsys.readouterr().out
+    description, *rows = map(json.loads, path.read_text().splitlines())
+    assert description == {"table": "arguments"}
+    for extra in cases:
+        by_name = {row["implementation"]: row for row in rows if row["extra"] == extra}
+        assert all(by_name["memeff"][f"{mode}: seconds"] > 0 for mode in TIMED_MODES)
+        has_jax_nn = extra in ("plain", "bias", "mask")  # which lacks the others
+        assert set(by_name) == set(names if has_jax_nn else names[:1])
+    assert "cuDNN" in rows[2]["note"]  # on a CPU
+    printed = capsys.readouterr().out
+    assert (
+        "| B, T, N, H | with | memeff, ms | jax.nn, ms | jax.nn:cudnn, ms | temporary MB |"
+        in printed
+    )
+    assert re.search(
+        r"\| 1, 16, 2, 8 \| plain \| \S+ / \S+ \| \S+ / \S+ \| fails \| 0, 0, - \|", printed
+    )

@@ -45,8 +45,8 @@ def test_losses_agree_and_fill_a_table(tmp_path, capsys):
 
 
 def test_calls_that_do_not_fit_are_not_compiled(monkeypatch):
-    monkeypatch.setattr(losses, "free_bytes", lambda: 2.0**20)
+    monkeypatch.setattr(losses, "device_bytes", lambda: 2.0**20)
     case = losses.LossCase(1024, 1024, 16, "float32")
     (row,) = losses.loss_rows([case], ["optax"], 1, 1)
     assert row["note"] == "out of memory"
-    assert tables.loss_milliseconds(row) == "out of memory"
+    assert tables.times(row) == "out of memory"

@@ -248,14 +248,14 @@ def rows_of_speed(seconds):
 
 def rows_of_losses(seconds):
     for tokens, x in enumerate(seconds):
-        times = {f"{mode}: seconds": x for mode in tables.LOSS_MODES}
+        times = {f"{mode}: seconds": x for mode in tables.TIMED_MODES}
         yield {"tokens": tokens, "features": 8, "implementation": "memeff"} | times
 
 
 def rows_of_devices(seconds):
     sizes = {"devices": 2, "heads": 2, "kv_heads": 2, "head_dim": 8}
     for row, x in zip(rows_of_losses(seconds), seconds, strict=True):
-        shares = {f"{mode}: share": x for mode in tables.DEVICE_MODES}
+        shares = {f"{mode}: share": x for mode in tables.TIMED_MODES}
         yield row | sizes | shares
 
 

@@ -34,7 +34,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from memeff.bench import arguments as arguments_bench
 from memeff.bench import devices, doctor, hard, losses, report
@@ -43,14 +42,8 @@ from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
 from memeff.bench.options import parse
 from memeff.bench.plots import chart, figure, save_figure
-from memeff.bench.programs import measuring_command
-from memeff.bench.results import (
-    ResultsError,
-    description_to_keep,
-    measurement,
-    save_results,
-    shortened,
-)
+from memeff.bench.programs import description_for, measuring_command
+from memeff.bench.results import measurement, save_results, shortened
 from memeff.bench.speed import speed_table
 from memeff.bench.tables import memory_markdown, speed_markdown
 
@@ -90,7 +83,7 @@ def run_table(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     rows = []
     records = []
     command = measuring_command(arguments)
-    description = asked_description(options)
+    description = description_for(options.save, options.table)
     with open(options.json or os.devnull, "a") as file:
         for row in measured_rows(options):
             record = measurement(row, command)
@@ -105,16 +98,6 @@ def run_table(options: argparse.Namespace, arguments: Sequence[str]) -> None:
         save_results(Path(options.save), description, records)
     if options.plot:
         draw(rows, options)
-
-
-def asked_description(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the description with which `--save` writes; exit where the file has another table."""
-    if not options.save:
-        return {}
-    try:
-        return description_to_keep(Path(options.save), options.table)
-    except ResultsError as error:
-        sys.exit(str(error))
 
 
 def measured_rows(options: argparse.Namespace) -> Iterable[Row]:

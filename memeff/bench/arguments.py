@@ -10,18 +10,14 @@ medians of samples taken in turns.
   jax.nn         jax.nn.dot_product_attention from XLA
   jax.nn:cudnn   the same with implementation="cudnn"
 
-jax.nn has no dropout.
+jax.nn has neither dropout nor arrays for a scale or a soft cap.
 """
 
 import argparse
 import contextlib
 import functools
 import itertools
-import json
-import statistics
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +25,10 @@ import jax.numpy as jnp
 from jax import Array
 
 import memeff
-from memeff.bench.calls import Run, program_run
 from memeff.bench.cases import Row
 from memeff.bench.options import add_measuring_options, new_parser
-from memeff.bench.programs import compile_all, measuring_command
-from memeff.bench.results import description_to_keep, measurement, save_results
-from memeff.bench.speed import measure
+from memeff.bench.programs import compile_all, measuring_command, record_rows, timed_rows
+from memeff.bench.tables import TIMED_MODES, arguments_markdown
 from memeff.pallas.ampere import capability
 
 SECONDS_PER_SAMPLE = 0.02
@@ -84,15 +78,14 @@ def arrays_of(case: ArgumentCase) -> dict[str, Array]:
     return arrays
 
 
-def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
-    """Return the keywords that a program is compiled with; None if `name` lacks one of them."""
+def constants_of(name: str, case: ArgumentCase) -> dict[str, Any]:
+    """Return the keywords that a program of implementation `name` is compiled with."""
     library, _, variant = name.partition(":")
-    implementation = "pallas" if variant == "ampere" else variant or None
-    keywords: dict[str, Any] = {"implementation": implementation}
     if library == "jax.nn":
-        keywords["implementation"] = variant or "xla"
-    if library == "jax.nn" and case.extra not in ("plain", "bias", "mask"):
-        return None
+        return {"implementation": variant or "xla"}
+    keywords: dict[str, Any] = {
+        "implementation": "pallas" if variant == "ampere" else variant or None
+    }
     if case.extra in ("dropout", "threefry"):
         bits = "mix32" if case.extra == "dropout" else "threefry"
         drops = dict(dropout_rng=jax.random.key(2), dropout_rate=0.1, dropout_bits=bits)
@@ -100,112 +93,69 @@ def constants_of(case: ArgumentCase, name: str) -> dict[str, Any] | None:
     return keywords
 
 
+def has_argument(name: str, case: ArgumentCase) -> bool:
+    """Return whether implementation `name` has the argument of the case."""
+    return not name.startswith("jax.nn") or case.extra in ("plain", "bias", "mask")
+
+
 def family(name: str) -> contextlib.AbstractContextManager:
     """Return the context in which implementation `name` takes its kernels."""
     return capability.chosen() if name == "memeff:ampere" else contextlib.nullcontext()
 
 
-def compiled_calls(case: ArgumentCase, name: str) -> list[Any]:
-    """Return the compiled forward, and forward with gradient; none if `name` lacks the argument."""
+def compiled(name: str, case: ArgumentCase, mode: str) -> jax.stages.Compiled:
+    """Compile a call from its shapes."""
     library = jax.nn if name.startswith("jax.nn") else memeff
-    keywords = constants_of(case, name)
-    if keywords is None:
-        return []
-    attend = functools.partial(library.dot_product_attention, **keywords)
+    attend = functools.partial(library.dot_product_attention, **constants_of(name, case))
 
-    def forward(constants, arrays):
-        return attend(**constants, **arrays)
+    def run(mask, dout, arrays):
+        def forward(arrays):
+            return attend(**mask, **arrays)
 
-    def with_gradient(constants, dout, arrays):
-        out, pull = jax.vjp(functools.partial(forward, constants), arrays)
+        if mode == TIMED_MODES[0]:
+            return forward(arrays)
+        out, pull = jax.vjp(forward, arrays)
         return out, pull(dout)
 
     inputs = inputs_of(jax.eval_shape(functools.partial(arrays_of, case)))
     with family(name):
-        return [
-            jax.jit(function).lower(*x).compile()
-            for function, x in zip((forward, with_gradient), inputs, strict=True)
-        ]
+        return jax.jit(run).lower(*inputs).compile()
 
 
-def inputs_of(arrays: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the inputs of the forward, and of forward with gradient."""
+def inputs_of(arrays: dict[str, Any]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Return the inputs of a call: its mask as a keyword, if it has one, dout, and other arrays."""
     moved = dict(arrays)
     dout = moved.pop("dout")
-    constants = {"mask": moved.pop("mask")} if "mask" in moved else {}
-    return (constants, moved), (constants, dout, moved)
+    mask = {"mask": moved.pop("mask")} if "mask" in moved else {}
+    return mask, dout, moved
 
 
 def argument_rows(
     cases: Sequence[ArgumentCase], names: Sequence[str], rounds: int, jobs: int
-) -> Iterator[list[Row]]:
-    """Yield the rows of each case; `jobs` programs are compiled at a time."""
-    calls = list(itertools.product(cases, names))
-
-    def compile_one(case, name):
-        print("compiling", name, *case, file=sys.stderr, flush=True)
-        return compiled_calls(case, name)
-
-    programs = compile_all(compile_one, calls, jobs)
+) -> Iterator[Row]:
+    """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
+    calls = []
     for case in cases:
-        yield _rows_of_case(case, {name: programs[case, name] for name in names}, rounds)
+        names_of_case = [name for name in names if has_argument(name, case)]
+        calls += itertools.product(names_of_case, [case], TIMED_MODES)
+    programs = compile_all(compiled, calls, jobs)
+    for case in cases:
+        arrays = inputs_of(arrays_of(case))
 
+        def inputs(name, arrays=arrays):
+            return arrays
 
-def _rows_of_case(
-    case: ArgumentCase, programs: dict[str, list[Any] | str], rounds: int
-) -> list[Row]:
-    """Return a row for each implementation that has the argument of the case."""
-    inputs = inputs_of(arrays_of(case))
-    rows = {}
-    runs: list[dict[str, Run]] = [{}, {}]
-    for name, pair in programs.items():
-        row: Row = {"implementation": name, **case._asdict()}
-        if isinstance(pair, str):
-            rows[name] = row | {"note": pair}
-            continue
-        if not pair:
-            continue
-        for part, program, x in zip(runs, pair, inputs, strict=True):
-            part[name] = program_run(program, x)
-        memory: Any = pair[1].memory_analysis()
-        rows[name] = row | {"temp_bytes": memory.temp_size_in_bytes}
-    for mode, part in zip(("forward", "gradient"), runs, strict=True):
-        for name, samples in measure(part, rounds, SECONDS_PER_SAMPLE).items():
-            rows[name][f"{mode}: seconds"] = statistics.median(samples)
-    return list(rows.values())
-
-
-def cells(case: ArgumentCase, rows: Sequence[Row]) -> Row:
-    """Return the line of the table: milliseconds of forward / forward + gradient."""
-
-    def times(row: Row) -> str:
-        if "note" in row:
-            return "fails"
-        return " / ".join(
-            f"{1e3 * row[f'{mode}: seconds']:.3g}" for mode in ("forward", "gradient")
-        )
-
-    line = {"B, T, N, H": f"{case.B}, {case.T:,}, {case.N}, {case.H}", "with": case.extra}
-    line |= {f"{row['implementation']}, ms": times(row) for row in rows}
-    memory = [f"{row['temp_bytes'] / 1e6:.0f}" if "temp_bytes" in row else "-" for row in rows]
-    return line | {"temporary MB": ", ".join(memory)}
+        rows, _ = timed_rows(case, programs, inputs, rounds=rounds, at_least=SECONDS_PER_SAMPLE)
+        yield from rows.values()
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the command line."""
     options = parse(arguments)
     command = measuring_command(["arguments", *arguments])
-    lines = []
     cases = [CASES[name] for name in options.case]
-    results = argument_rows(cases, options.implementation, options.rounds, options.jobs)
-    for case, rows in zip(cases, results, strict=True):
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        lines.append(cells(case, rows))
-    if options.save:
-        path = Path(options.save)
-        description = description_to_keep(path, "cells") | measurement({}, command)
-        save_results(path, description, lines)
+    rows = argument_rows(cases, options.implementation, options.rounds, options.jobs)
+    print(arguments_markdown(record_rows(rows, command, options.save, "arguments")))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

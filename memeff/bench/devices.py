@@ -42,14 +42,18 @@ from jax.sharding import (
 )
 
 import memeff
-from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import add_dtype, add_measuring_options, new_parser, output_file, size
+from memeff.bench.options import (
+    add_dtype,
+    add_measuring_options,
+    add_output,
+    add_size,
+    new_parser,
+)
 from memeff.bench.plots import devices_figure, save_figure
-from memeff.bench.programs import compile_all, first_line, measuring_command, record_rows
+from memeff.bench.programs import compile_all, measuring_command, record_rows, timed_rows
 from memeff.bench.results import read_results
-from memeff.bench.speed import measure
-from memeff.bench.tables import DEVICE_MODES, devices_markdown
+from memeff.bench.tables import TIMED_MODES, devices_markdown
 from memeff.device import set_copied_messages
 
 SECONDS_PER_SAMPLE = 0.1
@@ -138,7 +142,7 @@ def compiled(name: str, case: DevicesCase, mode: str) -> jax.stages.Compiled:
     attend = attention(name, mesh)
 
     def run(query, key, value, dout):
-        if mode == DEVICE_MODES[0]:
+        if mode == TIMED_MODES[0]:
             return (attend(query, key, value),)
         out, pull = jax.vjp(attend, query, key, value)
         return out, *pull(dout)
@@ -182,58 +186,44 @@ def devices_rows(
     cases: Sequence[DevicesCase], names: Sequence[str], rounds: int, jobs: int
 ) -> Iterator[Row]:
     """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
-
-    def names_for(case):
-        pairs = case.devices % 2 == 0 and case.devices > 2
-        return [name for name in names if pairs or name != "two_axes"]
-
     calls = []
     for case in cases:
-        calls += itertools.product(names_for(case), [case], DEVICE_MODES)
+        pairs = case.devices % 2 == 0 and case.devices > 2
+        names_of_case = [name for name in names if pairs or name != "two_axes"]
+        calls += itertools.product(names_of_case, [case], TIMED_MODES)
     programs = compile_all(compiled, calls, jobs)
     for case in cases:
-        yield from _rows_of_case(case, names_for(case), programs, rounds)
+        yield from _rows_of_case(case, programs, rounds)
 
 
-def _rows_of_case(
-    case: DevicesCase, names: Sequence[str], programs: dict[Any, Any], rounds: int
-) -> list[Row]:
+def _rows_of_case(case: DevicesCase, programs: dict[Any, Any], rounds: int) -> list[Row]:
     """Return a row for each implementation, whose programs are timed in turns."""
     arrays = draw(case)
-    rows: dict[str, Row] = {}
-    for name in names:
-        rows[name] = {"implementation": name, **case._asdict()}
-    expected: Sequence[Array] = ()
-    for mode in reversed(DEVICE_MODES):
-        runs = {}
-        for name in names:
-            program = programs[name, case, mode]
-            if isinstance(program, str):
-                rows[name]["note"] = program
-                continue
-            rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
-            _, sharding = mesh_and_sharding(name, case.devices)
-            ordered = functools.partial(in_order_of, name, case.devices)
-            inputs = [x[:, : case.tokens] for x in arrays] if name == "own" else arrays
-            run = program_run(program, [jax.device_put(ordered(x), sharding) for x in inputs])
-            try:
-                results = [ordered(x, back=True) for x in run.call()]
-            except jax.errors.JaxRuntimeError as error:
-                rows[name]["note"] = first_line(error)
-                continue
-            if mode == DEVICE_MODES[1]:
-                if name == "one":
-                    expected = results
-                if expected and name != "own":
-                    rows[name]["error"] = largest_error(results, expected)
-            runs[name] = run
-        samples = measure(runs, rounds, SECONDS_PER_SAMPLE)
-        for name, seconds in samples.items():
-            rows[name][f"{mode}: seconds"] = statistics.median(seconds)
+    expected: list[Array] = []  # the results of `one`, which comes first
+
+    def inputs(name):
+        _, sharding = mesh_and_sharding(name, case.devices)
+        parts = [x[:, : case.tokens] for x in arrays] if name == "own" else arrays
+        ordered = [in_order_of(name, case.devices, x) for x in parts]
+        return jax.device_put(ordered, sharding)
+
+    def error(name, mode, results):
+        if mode == TIMED_MODES[0] or name == "own":
+            return {}
+        results = [in_order_of(name, case.devices, x, back=True) for x in results]
+        if name == "one":
+            expected[:] = results
+        return {"error": largest_error(results, expected)} if expected else {}
+
+    rows, samples = timed_rows(
+        case, programs, inputs, error, rounds=rounds, at_least=SECONDS_PER_SAMPLE
+    )
+    for mode, seconds_by_name in samples.items():
+        for name, seconds in seconds_by_name.items():
             scales = {"share": ("one", 1 / case.devices), "share of own": ("own", case.devices)}
             for field, (alone, scale) in scales.items():
-                if name not in ALONE and alone in samples:
-                    turns = zip(samples[alone], seconds, strict=True)
+                if name not in ALONE and alone in seconds_by_name:
+                    turns = zip(seconds_by_name[alone], seconds, strict=True)
                     shares = [scale * x / other for x, other in turns]
                     rows[name][f"{mode}: {field}"] = statistics.median(shares)
     return list(rows.values())
@@ -273,26 +263,14 @@ def show(rows: Sequence[Row], plot: str | None) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = new_parser("devices", __doc__)
-    add = parser.add_argument
-    add("--devices", type=size, nargs="+", metavar="P", help="how many devices (default: all)")
-    add(
-        "--tokens",
-        type=size,
-        nargs="+",
-        default=[8192],
-        metavar="T",
-        help="tokens of one device (default: 8k)",
-    )
-    add("--heads", type=size, default=16, metavar="N", help="query heads (default: 16)")
-    add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
-    add("--head-dim", type=size, default=128, metavar="H", help="head size (default: 128)")
+    add_size(parser, "--devices", "P", "how many devices (default: all)", several=True)
+    add_size(parser, "--tokens", "T", "tokens of one device", [8192])
+    add_size(parser, "--heads", "N", "query heads", 16)
+    add_size(parser, "--kv-heads", "K", "key/value heads (default: N)")
+    add_size(parser, "--head-dim", "H", "head size", 128)
     add_dtype(parser, "bfloat16")
     add_measuring_options(parser, STANDARD, rounds=5)
-    add("--results", metavar="FILE", help="show results that were saved; nothing is measured")
-    add(
-        "--plot",
-        type=output_file,
-        metavar="FILE",
-        help="draw the shares against the number of devices",
-    )
+    help = "show results that were saved; nothing is measured"
+    parser.add_argument("--results", metavar="FILE", help=help)
+    add_output(parser, "--plot", "draw the shares against the number of devices")
     return parser.parse_args(arguments)

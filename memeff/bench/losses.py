@@ -16,21 +16,19 @@ bytes are those that XLA reports. A call that does not fit into the device's mem
 import argparse
 import importlib
 import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import memeff
-from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.options import add_dtype, add_measuring_options, new_parser
-from memeff.bench.programs import compile_all, first_line, measuring_command, record_rows
-from memeff.bench.speed import measure
-from memeff.bench.tables import LOSS_MODES, losses_markdown
+from memeff.bench.device import device_bytes
+from memeff.bench.options import add_dtype, add_measuring_options, add_size, new_parser
+from memeff.bench.programs import compile_all, measuring_command, record_rows, timed_rows
+from memeff.bench.tables import TIMED_MODES, losses_markdown
 
 SECONDS_PER_SAMPLE = 0.05
 STANDARD = ("memeff", "memeff:mean", "optax", "optax:16", "tokamax", "jla", "jla:objective")
@@ -139,7 +137,7 @@ def arrays_of(case: LossCase) -> list[Array]:
 def modes_of(name: str) -> tuple[str, ...]:
     """Return the modes that differ from those of another implementation in the table."""
     only_gradient = name in ("memeff:mean", "jla:objective")
-    return LOSS_MODES[1:] if only_gradient else LOSS_MODES
+    return TIMED_MODES[1:] if only_gradient else TIMED_MODES
 
 
 def plain_bytes(name: str, case: LossCase) -> int:
@@ -153,53 +151,29 @@ def loss_rows(
 ) -> Iterator[Row]:
     """Yield a row for each case and implementation; `jobs` programs are compiled at a time."""
     calls = [(name, *call) for name in names for call in itertools.product(cases, modes_of(name))]
-    limit = free_bytes()
+    limit = device_bytes()
 
     def compile_if_it_fits(name, case, mode):
         if plain_bytes(name, case) > limit:
             return "out of memory"
         return compiled(name, case, mode)
 
+    def loss_of(name, mode, result):
+        loss = result if mode == TIMED_MODES[0] else result[0]
+        return {f"{mode}: loss": float(loss)}
+
     programs = compile_all(compile_if_it_fits, calls, jobs)
     for case in cases:
-        yield from _rows_of_case(case, names, programs, rounds)
+        x, kernel, labels = arrays_of(case)
+        arrays = {False: (x, kernel, labels), True: (x, kernel.T, labels)}
 
+        def inputs(name, arrays=arrays):
+            return arrays[name.startswith("jla")]
 
-def _rows_of_case(
-    case: LossCase, names: Sequence[str], programs: dict[Any, Any], rounds: int
-) -> list[Row]:
-    """Return a row for each implementation, whose programs are timed in turns."""
-    x, kernel, labels = arrays_of(case)
-    arrays = {False: [x, kernel, labels], True: [x, kernel.T, labels]}
-    rows: dict[str, Row] = {name: {"implementation": name, **case._asdict()} for name in names}
-    for mode in LOSS_MODES:
-        runs = {}
-        for name in names:
-            program = programs.get((name, case, mode))
-            if program is None:
-                continue
-            if isinstance(program, str):
-                rows[name]["note"] = program
-                continue
-            rows[name][f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
-            run = program_run(program, arrays[name.startswith("jla")])
-            try:
-                loss: Any = run.call()
-                rows[name][f"{mode}: loss"] = float(loss if mode == LOSS_MODES[0] else loss[0])
-                runs[name] = run
-            except jax.errors.JaxRuntimeError as error:
-                rows[name]["note"] = first_line(error)
-        for name, samples in measure(runs, rounds, SECONDS_PER_SAMPLE).items():
-            rows[name][f"{mode}: seconds"] = statistics.median(samples)
-    return list(rows.values())
-
-
-def free_bytes() -> float:
-    """Return how much memory of the device is free; no limit where it is not known."""
-    statistics = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" not in statistics:
-        return float("inf")
-    return statistics["bytes_limit"] - statistics["bytes_in_use"]
+        rows, _ = timed_rows(
+            case, programs, inputs, loss_of, rounds=rounds, at_least=SECONDS_PER_SAMPLE
+        )
+        yield from rows.values()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -217,24 +191,9 @@ def main(arguments: Sequence[str]) -> None:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = new_parser("losses", __doc__)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[8192], metavar="T", help="tokens (default: 8192)"
-    )
-    parser.add_argument(
-        "--features",
-        type=int,
-        nargs="+",
-        default=[1024],
-        metavar="H",
-        help="size of a hidden state (default: 1024)",
-    )
-    parser.add_argument(
-        "--words",
-        type=int,
-        default=131_072,
-        metavar="V",
-        help="size of the vocabulary (default: 131072)",
-    )
+    add_size(parser, "--tokens", "T", "tokens", [8192])
+    add_size(parser, "--features", "H", "size of a hidden state", [1024])
+    add_size(parser, "--words", "V", "size of the vocabulary", 131_072)
     add_dtype(parser, "bfloat16")
     add_measuring_options(parser, STANDARD, rounds=3)
     return parser.parse_args(arguments)

@@ -32,26 +32,24 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="check every implementation against float64 on this machine",
     )
-    add(
+    add_size(
+        parser,
         "--length",
-        nargs="+",
-        type=size,
-        metavar="S",
-        help="keys, in tokens; k and M are 2^10 and 2^20 (default: 1k 2k 4k for speed, 1k 4k 16k "
-        "64k 256k 1M for memory)",
+        "S",
+        "keys, in tokens; k and M are 2^10 and 2^20 (default: 1k 2k 4k for speed, 1k 4k 16k 64k "
+        "256k 1M for memory)",
+        several=True,
     )
-    add(
-        "--query-length", type=size, metavar="T", help="queries, at the last positions (default: S)"
-    )
+    add_size(parser, "--query-length", "T", "queries, at the last positions (default: S)")
     add(
         "--decode",
         action="store_true",
         help="the same as --mode forward --mask causal --query-length 1, each unless given",
     )
-    add("--batch", type=size, default=1, metavar="B", help="sequences (default: 1)")
-    add("--heads", type=size, default=8, metavar="N", help="query heads (default: 8)")
-    add("--kv-heads", type=size, metavar="K", help="key/value heads (default: N)")
-    add("--head-dim", type=size, default=64, metavar="H", help="head size (default: 64)")
+    add_size(parser, "--batch", "B", "sequences", 1)
+    add_size(parser, "--heads", "N", "query heads", 8)
+    add_size(parser, "--kv-heads", "K", "key/value heads (default: N)")
+    add_size(parser, "--head-dim", "H", "head size", 64)
     add_dtype(parser, "float32")
     add("--mask", nargs="+", choices=MASKS, help="default: both for speed, causal for memory")
     add(
@@ -70,15 +68,11 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
         help="scores and masks that are added to the calls (default: plain, none)",
     )
     add("--implementation", nargs="+", metavar="NAME", help=NAMES)
-    add("--rounds", type=size, default=7, help="samples of each time (default: 7)")
-    add("--json", type=output_file, metavar="FILE", help="append a JSON line for each row")
+    add_size(parser, "--rounds", "N", "samples of each time", 7)
+    add_output(parser, "--json", "append a JSON line for each row")
     add_save(parser)
-    add(
-        "--plot",
-        type=output_file,
-        metavar="FILE",
-        help="draw memory, or FLOP/s, against length; FILE.txt: bars of memory as text",
-    )
+    plot = "draw memory, or FLOP/s, against length; FILE.txt: bars of memory as text"
+    add_output(parser, "--plot", plot)
     return parser
 
 
@@ -101,40 +95,45 @@ def add_measuring_options(
     parser: argparse.ArgumentParser, names: Sequence[str], rounds: int
 ) -> None:
     """Add the options of a table whose programs are compiled side by side, with their defaults."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--implementation",
         nargs="+",
         default=names,
         metavar="NAME",
         help=f"names of the list above (default: {' '.join(names)})",
     )
-    add(
-        "--rounds",
-        type=size,
-        default=rounds,
-        metavar="N",
-        help=f"samples of each time (default: {rounds})",
-    )
-    add(
-        "--jobs",
-        type=size,
-        default=1,
-        metavar="N",
-        help="programs compiled at a time; each of "
-        "them may take as much of a GPU's memory as its arrays need (default: 1)",
-    )
+    add_size(parser, "--rounds", "N", "samples of each time", rounds)
+    jobs = "programs compiled at a time; each may take as much of a GPU's memory as its arrays need"
+    add_size(parser, "--jobs", "N", jobs, 1)
     add_save(parser)
+
+
+def add_size(
+    parser: argparse.ArgumentParser,
+    option: str,
+    letter: str,
+    meaning: str,
+    default: int | list[int] | None = None,
+    *,
+    several: bool = False,
+) -> None:
+    """Add an option for a size, or for several where its default is a list.
+
+    Without a default `meaning` says what None stands for.
+    """
+    help = meaning if default is None else f"{meaning} (default: {str(default).strip('[]')})"
+    nargs = "+" if several or isinstance(default, list) else None
+    parser.add_argument(option, type=size, nargs=nargs, default=default, metavar=letter, help=help)
 
 
 def add_save(parser: argparse.ArgumentParser) -> None:
     """Add the option for the file of the results."""
-    parser.add_argument(
-        "--save",
-        type=output_file,
-        metavar="FILE",
-        help="write the results to FILE, such as docs/benchmarks/NAME.jsonl",
-    )
+    add_output(parser, "--save", "write the results to FILE, such as docs/benchmarks/NAME.jsonl")
+
+
+def add_output(parser: argparse.ArgumentParser, option: str, help: str) -> None:
+    """Add an option for a file that is written."""
+    parser.add_argument(option, type=output_file, metavar="FILE", help=help)
 
 
 def size(text: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from memeff.bench.calls import ran_out
 from memeff.bench.cases import Row, call_title
 from memeff.bench.formatting import BYTES, COUNTS, human, tokens
-from memeff.bench.tables import DEVICE_MODES, temp_memory, unique
+from memeff.bench.tables import TIMED_MODES, temp_memory, unique
 
 # The label of the y axis, its units, and the base of their powers.
 AXES = {
@@ -50,10 +50,10 @@ def devices_figure(rows: Sequence[Row]):
     from matplotlib.figure import Figure
 
     calls = unique((row["heads"], row["kv_heads"], row["tokens"]) for row in rows)
-    names = unique(row["implementation"] for row in rows if f"{DEVICE_MODES[0]}: share" in row)
+    names = unique(row["implementation"] for row in rows if f"{TIMED_MODES[0]}: share" in row)
     drawing = Figure(figsize=(1 + 3.2 * len(calls), 6.5), layout="constrained")
-    grid = drawing.subplots(len(DEVICE_MODES), len(calls), sharex=True, sharey=True, squeeze=False)
-    for panels, mode in zip(grid, DEVICE_MODES, strict=True):
+    grid = drawing.subplots(len(TIMED_MODES), len(calls), sharex=True, sharey=True, squeeze=False)
+    for panels, mode in zip(grid, TIMED_MODES, strict=True):
         for panel, call in zip(panels, calls, strict=True):
             heads, kv_heads, length = call
             shares: dict[str, dict[int, float]] = {}

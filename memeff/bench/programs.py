@@ -1,15 +1,29 @@
-"""Compile the programs of a table side by side, and record its results."""
+"""Compile the programs of a table side by side, time them in turns, and record the results."""
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
-from memeff.bench.results import description_to_keep, measurement, save_results, shortened
+from memeff.bench.formatting import progress
+from memeff.bench.results import (
+    ResultsError,
+    description_to_keep,
+    measurement,
+    save_results,
+    shortened,
+)
+from memeff.bench.speed import measure
+from memeff.bench.tables import TIMED_MODES
 
 
 def compile_all(
@@ -24,12 +38,57 @@ def compile_all(
             return first_line(f"{type(error).__name__}: {error}")
 
     with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(calls, pool.map(attempt, calls), strict=True))
+        futures = [pool.submit(attempt, call) for call in calls]
+        programs = [future.result() for future in progress(futures, "compiling")]
+    return dict(zip(calls, programs, strict=True))
 
 
 def first_line(error: object) -> str:
     """Return the beginning of an error, as the note of a row."""
     return str(error).splitlines()[0][:200]
+
+
+def no_figures(name: str, mode: str, result: Any) -> Row:
+    """Return no fields for a row: a result that nobody looks at."""
+    return {}
+
+
+def timed_rows(
+    case: Any,
+    programs: Mapping[tuple, Any],
+    inputs: Callable[[str], Sequence[Any]],
+    figures: Callable[[str, str, Any], Row] = no_figures,
+    *,
+    rounds: int,
+    at_least: float,
+) -> tuple[dict[str, Row], dict[str, dict[str, list[float]]]]:
+    """Time the programs of a case in turns; return a row by implementation, and samples by mode.
+
+    `programs` has those of `compile_all` by (implementation, case, mode). `inputs(name)` are the
+    arguments of an implementation, and `figures(name, mode, result)` more fields of its row.
+    """
+    own = {(name, mode): x for (name, other, mode), x in programs.items() if other == case}
+    rows: dict[str, Row] = {name: {"implementation": name, **case._asdict()} for name, _ in own}
+    samples = {}
+    for mode in TIMED_MODES:
+        runs = {}
+        for name, row in rows.items():
+            program = own.get((name, mode))
+            if isinstance(program, str):
+                row["note"] = program
+            if program is None or isinstance(program, str):
+                continue
+            row[f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
+            run = program_run(program, inputs(name))
+            try:
+                row |= figures(name, mode, run.call())
+                runs[name] = run
+            except jax.errors.JaxRuntimeError as error:
+                row["note"] = first_line(error)
+        samples[mode] = measure(runs, rounds, at_least)
+        for name, seconds in samples[mode].items():
+            rows[name][f"{mode}: seconds"] = statistics.median(seconds)
+    return rows, samples
 
 
 def record_rows(rows: Iterable[Row], command: str, path: str | None, table: str) -> list[Row]:
@@ -38,13 +97,21 @@ def record_rows(rows: Iterable[Row], command: str, path: str | None, table: str)
     Write them to `path`, if it is given, as results of `table`.
     """
     records = []
-    description = description_to_keep(Path(path), table) if path else {}
+    description = description_for(path, table)
     for row in rows:
         records.append(measurement(row, command))
         print(json.dumps(records[-1]), flush=True)
     if path:
         save_results(Path(path), description, records)
     return [shortened(record) for record in records]
+
+
+def description_for(path: str | None, table: str) -> dict[str, Any]:
+    """Return the description with which `--save` writes; exit where the file has another table."""
+    try:
+        return description_to_keep(Path(path), table) if path else {}
+    except ResultsError as error:
+        sys.exit(str(error))
 
 
 def measuring_command(arguments: Sequence[str]) -> str:

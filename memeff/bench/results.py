@@ -10,8 +10,8 @@ Sizes of memory are in bytes and times in seconds. FLOP/s and "times less" are c
 "flops_per_second" is stored only where a result lacks the digits for that. `speed_against_jax_nn`
 is measured, because it compares the two within each turn. The description has these fields:
 
-- "table": "memory", "speed", "losses", "devices" or "hard" for the tables of the bench.
-  "cells" for a table that this bench cannot measure: its results are the lines of the table,
+- "table": "memory", "speed", "losses", "arguments", "devices" or "hard" for the tables of the
+  bench. "cells" for a table that this bench cannot measure: its results are the lines of the table,
   {header: cell}, and the description says where they are from.
 - "columns" (optional): the headers of the columns to show.
 - "rows_from" (optional): a list of selections from other files, instead of results. A selection is
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from memeff.bench.cases import Row
 from memeff.bench.device import machine
 from memeff.bench.tables import (
+    arguments_markdown,
     cells_markdown,
     devices_markdown,
     hard_markdown,
@@ -158,6 +159,7 @@ TO_MARKDOWN = {
     "memory": memory_markdown,
     "speed": speed_markdown,
     "losses": losses_markdown,
+    "arguments": arguments_markdown,
     "devices": devices_markdown,
     "hard": hard_markdown,
     "cells": cells_markdown,

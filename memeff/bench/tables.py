@@ -8,7 +8,7 @@ from memeff.bench.cases import Row, call_title, case_of_row
 from memeff.bench.formatting import count_per_second, human, markdown, tokens
 from memeff.bench.hard_paths import HardResults
 
-LOSS_MODES = DEVICE_MODES = ("forward", "forward + gradient")
+TIMED_MODES = ("forward", "forward + gradient")  # of losses, arguments and devices
 
 
 def memory_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
@@ -180,16 +180,38 @@ def losses_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -
     for row in sorted(rows, key=lambda row: row["tokens"]):
         key = row["features"], row["implementation"]
         lines.setdefault(key, [f"{row['features']:,}", row["implementation"]])
-        lines[key] += [loss_milliseconds(row), human(row.get(f"{LOSS_MODES[1]}: temp_bytes"))]
+        lines[key] += [times(row), human(row.get(f"{TIMED_MODES[1]}: temp_bytes"))]
     return selected_markdown(header, list(lines.values()), columns or header)
 
 
-def loss_milliseconds(row: Row) -> str:
-    """Return the times of forward, and of forward and gradient."""
-    times = [row.get(f"{mode}: seconds") for mode in LOSS_MODES]
-    if times == [None, None]:
+def both_modes(row: Row, field: str, cell: Callable[[Any], str]) -> str:
+    """Return the cell of a figure, forward / forward and gradient; "-" for what is not known."""
+    figures = [row.get(f"{mode}: {field}") for mode in TIMED_MODES]
+    return " / ".join("-" if x is None else cell(x) for x in figures)
+
+
+def times(row: Row) -> str:
+    """Return the milliseconds of both modes, or the note why there are none."""
+    if not any(f"{mode}: seconds" in row for mode in TIMED_MODES):
         return row.get("note", "-")
-    return " / ".join("-" if t is None else f"{1e3 * t:.3g}" for t in times)
+    return both_modes(row, "seconds", lambda seconds: f"{1e3 * seconds:.3g}")
+
+
+def arguments_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """Return a table with a line for each case, and a column for each implementation."""
+    names = unique(row["implementation"] for row in rows)
+    header = ["B, T, N, H", "with", *(f"{name}, ms" for name in names), "temporary MB"]
+    lines: dict[Any, Row] = {}
+    for row in rows:
+        *sizes, extra = (row[field] for field in ("B", "T", "N", "H", "extra"))
+        line = lines.setdefault((*sizes, extra), {"with": extra, "temporary MB": []})
+        line["B, T, N, H"] = ", ".join(f"{size:,}" for size in sizes)
+        line[f"{row['implementation']}, ms"] = "fails" if "note" in row else times(row)
+        count = row.get(f"{TIMED_MODES[1]}: temp_bytes")
+        line["temporary MB"].append("-" if count is None else f"{count / 1e6:.0f}")
+    for line in lines.values():
+        line["temporary MB"] = ", ".join(line["temporary MB"])
+    return cells_markdown(list(lines.values()), columns or header)
 
 
 def devices_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
@@ -197,20 +219,14 @@ def devices_markdown(rows: Sequence[Row], columns: Sequence[str] | None = None) 
     if columns is None:
         columns = list(DEVICES_COLUMNS)
         fields = set().union(*rows)
-        if not any(f"{mode}: share of own" in fields for mode in DEVICE_MODES):
+        if not any(f"{mode}: share of own" in fields for mode in TIMED_MODES):
             columns.remove("share of own")
     return rows_markdown(rows, columns, DEVICES_COLUMNS)
 
 
-def shares(row: Row, field: str = "share") -> str:
-    """Return the shares of one device's rate, in percent, of both modes."""
-    values = [row.get(f"{mode}: {field}") for mode in DEVICE_MODES]
-    return " / ".join("-" if x is None else f"{100 * x:.0f} %" for x in values)
-
-
-def device_temporary(row: Row) -> str:
-    """Return the temporary bytes of a device, of both modes."""
-    return " / ".join(human(row.get(f"{mode}: temp_bytes")) for mode in DEVICE_MODES)
+def shares(row: Row, field: str) -> str:
+    """Return the shares of both modes in percent."""
+    return both_modes(row, field, lambda share: f"{100 * share:.0f} %")
 
 
 DEVICES_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -218,10 +234,10 @@ DEVICES_COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens of each": lambda row: tokens(row["tokens"]),
     "heads": lambda row: f"{row['heads']}:{row['kv_heads']} of {row['head_dim']}",
     "call": lambda row: row["implementation"],
-    "ms": loss_milliseconds,
-    "share of one device": shares,
+    "ms": times,
+    "share of one device": functools.partial(shares, field="share"),
     "share of own": functools.partial(shares, field="share of own"),
-    "temporary": device_temporary,
+    "temporary": functools.partial(both_modes, field="temp_bytes", cell=human),
     "error": lambda row: f"{row['error']:.0e}" if "error" in row else "-",
 }
 

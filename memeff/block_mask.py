@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from memeff.inputs import check_size
+from memeff.shape import ceil_div
 from memeff.user_functions import Mask, PairIndices, TracedFunction, trace_function
 
 PAIRS_AT_A_TIME = 2**24  # evaluated in one jitted step
@@ -63,7 +64,7 @@ class VisibleBlocks:
         """Return the first block and the end of the blocks of each tile along one dim."""
         starts = np.arange(0, length, side)
         ends = np.minimum(starts + side, length)
-        return starts // self.size, -(-ends // self.size)
+        return starts // self.size, ceil_div(ends, self.size)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -93,7 +94,9 @@ class BlockMask:
             f"{visited} of {blocks.any_visible.size} visited ({masked} of them with a mask), "
             f"{100 * self.sparsity:.1f} % hidden"
         )
-        side = max(1, -(-max(blocks.any_visible.shape) // 64)) * blocks.size  # tokens of one sign
+        side = (
+            max(1, ceil_div(max(blocks.any_visible.shape), 64)) * blocks.size
+        )  # tokens of one sign
         any_visible, all_visible = blocks.visible_tiles(side, side)
         shade = any_visible.astype(int) + all_visible
         signs = np.array([".", "+", "#"])[shade]
@@ -170,8 +173,8 @@ def block_mask(
     uses_batch, uses_head, *_ = function.uses
     b = batch if uses_batch else 1
     n = heads if uses_head else 1
-    across = -(-S // block_size)
-    down = -(-T // block_size)
+    across = ceil_div(S, block_size)
+    down = ceil_div(T, block_size)
     rows = max(1, min(down, PAIRS_AT_A_TIME // max(1, b * n * block_size * S)))  # of blocks
     parts = [np.zeros((2, 0, across), bool)]
     for first in range(0, down, rows):
@@ -198,7 +201,7 @@ def _visible_blocks(function: TracedFunction, leaves, heads, lengths, size: int,
     """
     b, n = heads
     T, S = lengths
-    across = -(-S // size)
+    across = ceil_div(S, size)
     arange = functools.partial(jnp.arange, dtype=jnp.int32)  # as in a tile, also with x64
     q_pos = jnp.int32(first * size) + arange(rows * size)
     k_pos = arange(across * size)

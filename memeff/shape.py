@@ -1,4 +1,4 @@
-"""Hold the sizes of one call."""
+"""Hold the sizes of one call, and divide a size into parts."""
 
 import math
 from typing import Any, NamedTuple
@@ -42,6 +42,11 @@ class CallShape(NamedTuple):
         return isinstance(self.B, int) and self.lengths_known
 
 
+def ceil_div(n: Any, size: Any) -> Any:
+    """Return how many parts of `size` hold `n`, whole numbers or arrays of them."""
+    return -(-n // size)
+
+
 def round_up(n: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `n`."""
-    return -(-n // multiple) * multiple
+    return ceil_div(n, multiple) * multiple

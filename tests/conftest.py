@@ -174,6 +174,11 @@ def few(cases, fast) -> list:
     return parameters
 
 
+def raising(error: type[Exception], *calls) -> list[tuple]:
+    """Return (call, error, pattern) of each (call, pattern): lines of a table of wrong calls."""
+    return [(call, error, pattern) for call, pattern in calls]
+
+
 # ---- the law of tolerance
 
 

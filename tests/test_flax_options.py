@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import few
+from conftest import few, raising
 from flax import nnx as flax_nnx
 from flax_cases import (
     LINEN,
@@ -166,102 +166,76 @@ def function_of_three(query, key, value):
 
 
 ALIBI = scores.alibi([1.0] * 4)
-WRONG = [  # an error of the core is quoted up to the argument: test_errors has the rest
-    ({"num_heads": 0}, ValueError, "num_heads=0: it must be at least 1"),
-    ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got float 2.0"),
-    (
-        {"num_kv_heads": 3},
-        ValueError,
-        "num_heads=4 is not a multiple of num_kv_heads=3: use one of 1, 2, 4",
-    ),
-    ({"num_kv_heads": 0}, ValueError, "num_kv_heads=0: it must be at least 1"),
-    ({"num_kv_heads": "2"}, TypeError, "num_kv_heads must be an int, got str '2'"),
-    ({"qkv_features": 10}, ValueError, "qkv_features=10 does not divide into num_heads=4 heads"),
-    ({"qkv_features": True}, TypeError, "qkv_features=True must be an int"),
-    ({"is_causal": 1}, TypeError, "is_causal must be"),
-    ({"local_window_size": (-1, 0)}, ValueError, "local_window_size=(-1, 0)"),
-    ({"local_window_size": (1, 2, 3)}, ValueError, "local_window_size=(1, 2, 3)"),
-    ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap=0"),
-    ({"logits_soft_cap": "30"}, TypeError, "logits_soft_cap"),
-    (
-        {"logits_soft_cap": jnp.ones(())},
-        TypeError,
-        "logits_soft_cap must be a number in a module, got an array",
-    ),
-    ({"dropout_rate": 1.0}, ValueError, "dropout_rate=1"),
-    (
-        {"attention_fn": None},
-        TypeError,
-        "attention_fn=None must be a function like memeff.nn.attention_fn",
-    ),
+# An error of the core is quoted up to the argument: test_errors has the rest.
+WRONG = raising(
+    ValueError,
+    ({"num_heads": 0}, "num_heads=0: it must be at least 1"),
+    ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3: use one of 1, 2, 4"),
+    ({"num_kv_heads": 0}, "num_kv_heads=0: it must be at least 1"),
+    ({"qkv_features": 10}, "qkv_features=10 does not divide into num_heads=4 heads"),
+    ({"local_window_size": (-1, 0)}, "local_window_size=(-1, 0)"),
+    ({"local_window_size": (1, 2, 3)}, "local_window_size=(1, 2, 3)"),
+    ({"logits_soft_cap": 0.0}, "logits_soft_cap=0"),
+    ({"dropout_rate": 1.0}, "dropout_rate=1"),
     (
         {"attention_fn": flax_nnx.dot_product_attention, "local_window_size": 3},
-        ValueError,
         "attention_fn=dot_product_attention does not take local_window_size, which is needed here",
     ),
     (
+        {"score_fn": ALIBI, "score_init": alibi_init},
+        "score_init and score_fn were both given: pass score_init, which learns, or score_fn",
+    ),
+    (
+        {"attention_fn": flax_nnx.dot_product_attention, "sinks_init": jax.nn.initializers.zeros},
+        "attention_fn=dot_product_attention does not take sinks, which is needed here",
+    ),
+)
+WRONG += raising(
+    TypeError,
+    ({"num_heads": 2.0}, "num_heads must be an int, got float 2.0"),
+    ({"num_kv_heads": "2"}, "num_kv_heads must be an int, got str '2'"),
+    ({"qkv_features": True}, "qkv_features=True must be an int"),
+    ({"is_causal": 1}, "is_causal must be"),
+    ({"logits_soft_cap": "30"}, "logits_soft_cap"),
+    (
+        {"logits_soft_cap": jnp.ones(())},
+        "logits_soft_cap must be a number in a module, got an array",
+    ),
+    ({"attention_fn": None}, "attention_fn=None must be a function like memeff.nn.attention_fn"),
+    (
         {"score_fn": 3},
-        TypeError,
         "score_fn must be a function (score, batch, head, q_pos, k_pos, params), got int",
     ),
-    (
-        {"score_fn": score_without_indices},
-        TypeError,
-        "score_fn must be hashable and take (score, batch,",
-    ),
-    (
-        {"mask_fn": scores.alibi([1.0])},
-        TypeError,
-        "mask_fn must be hashable and take (batch, head,",
-    ),
+    ({"score_fn": score_without_indices}, "score_fn must be hashable and take (score, batch,"),
+    ({"mask_fn": scores.alibi([1.0])}, "mask_fn must be hashable and take (batch, head,"),
     (
         {"mask_fn": mask_of_numbers},
-        TypeError,
         "mask_fn is called with scalars, for one pair, and must return one bool",
     ),
     (
         {"qk_transform": transform_without_which},
-        TypeError,
         "qk_transform must be hashable and take (x, position, which,",
     ),
     (
-        {"score_fn": ALIBI, "score_init": alibi_init},
-        ValueError,
-        "score_init and score_fn were both given: pass score_init, which learns, or score_fn",
-    ),
-    (
         {"score_init": ALIBI},
-        TypeError,
         "score_init must be a function of a key that returns a memeff.Score, got Score. "
         "Write lambda key: ...",
     ),
     (
         {"score_init": array_init},
-        TypeError,
         "score_init must be a function of a key that returns a memeff.Score; it returned",
     ),
     (
         {"qk_transform_init": rotary_init},
-        TypeError,
         "qk_transform_init must return a memeff.Transform whose arrays are floats, to learn; "
         "got none",
     ),
     (
         {"score_init": t5_init_of_ints},
-        TypeError,
         "score_init must return a memeff.Score whose arrays are floats, to learn; got int32[4, 4]",
     ),
-    (
-        {"sinks_init": True},
-        TypeError,
-        "sinks_init must be an initializer (key, shape, dtype), such as",
-    ),
-    (
-        {"attention_fn": flax_nnx.dot_product_attention, "sinks_init": jax.nn.initializers.zeros},
-        ValueError,
-        "attention_fn=dot_product_attention does not take sinks, which is needed here",
-    ),
-]
+    ({"sinks_init": True}, "sinks_init must be an initializer (key, shape, dtype), such as"),
+)
 
 
 @family

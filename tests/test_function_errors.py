@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import raising
 
 import memeff
 from memeff import dot_product_attention, masks, scores, transforms
@@ -64,118 +65,77 @@ _two_heads = memeff.block_mask(_after_head, 5, 7, heads=2)
 _documents = masks.documents(np.zeros(7, int), np.zeros(6, int))
 _t5_of_two_heads = scores.t5(np.ones((8, 2)))
 
-WRONG = [  # keyword arguments, error, its words
-    (
-        dict(score_fn=3),
-        TypeError,
-        r"score_fn must be a function \(score, batch, head, q_pos, k_pos, params\), got int",
-    ),
-    (
-        dict(score_fn=_score_of_three_arguments),
-        TypeError,
-        r"score_fn must be hashable and take \(score, batch, head, q_pos, k_pos",
-    ),
-    (
-        dict(score_fn=_score_with_if),
-        TypeError,
-        r"score_fn needs the value .* use jnp\.where instead of if",
-    ),
-    (dict(score_fn=_score_of_shape_1), TypeError, r"must return one float32; got float32\[1\]"),
-    (dict(score_fn=_score_of_integers), TypeError, r"must return one float32; got int32\[\]"),
-    (
-        dict(score_fn=_score_of_two),
-        TypeError,
-        r"must return one float32; got float32\[\], float32\[\]",
-    ),
-    (
-        dict(score_fn=_score_of_shape_3),
-        TypeError,
-        r"is called with scalars, for one pair.*float32\[3\]",
-    ),
+WRONG = raising(
+    ValueError,
     (
         dict(score_fn=scores.alibi(np.ones(3))),
-        ValueError,
         r"score_fn has params for N=3 heads, but this call has N=4",
     ),
     (
         dict(score_fn=scores.soft_cap(1.0).then(_t5_of_two_heads)),
-        ValueError,
         r"score_fn has params for N=2 heads",
     ),
-    (
-        dict(score_fn=scores.relative(np.ones((5, 9)))),
-        ValueError,
-        r"score_fn has params for N=5 heads",
-    ),
+    (dict(score_fn=scores.relative(np.ones((5, 9)))), r"score_fn has params for N=5 heads"),
     (
         dict(mask_fn=masks.causal() | masks.prefix(np.ones(3, int))),
-        ValueError,
         r"mask_fn has params for B=3 batch entries, but this call has B=2",
     ),
-    (
-        dict(mask_fn=~_documents),
-        ValueError,
-        r"mask_fn has params for S=6 key positions, but this call has S=7",
-    ),
+    (dict(mask_fn=~_documents), r"mask_fn has params for S=6 key positions, but this call has S=7"),
     (
         dict(mask_fn=masks.documents(np.zeros(7, int)), q_offset=np.array([0, 3])),
-        ValueError,
         r"params for Q=7 query positions \(q_offset \+ T\), but this call has Q=8",
     ),
-    (  # a sum of 8 bits would wrap
+    # a sum of 8 bits would wrap
+    (
         dict(
             mask_fn=masks.documents(np.zeros(255, int), np.zeros(7, int)),
             q_offset=np.array([0, 252], np.uint8),
         ),
-        ValueError,
         r"params for Q=255 query positions \(q_offset \+ T\), but this call has Q=257",
     ),
-    (dict(mask_fn=_one_batch_entry), ValueError, r"made with batch=1, and this call has B=2"),
-    (dict(mask_fn=_two_heads), ValueError, r"made with heads=2, and this call has N=4"),
-    (dict(score_params=1), ValueError, r"score_params came without score_fn: pass both"),
+    (dict(mask_fn=_one_batch_entry), r"made with batch=1, and this call has B=2"),
+    (dict(mask_fn=_two_heads), r"made with heads=2, and this call has N=4"),
+    (dict(score_params=1), r"score_params came without score_fn: pass both"),
     (
         dict(score_fn=scores.alibi(np.ones(4)), score_params=1),
-        ValueError,
         r"Pass either score_params or a `memeff\.Score`, which carries its own params",
     ),
+    (dict(mask_params=1), r"mask_params came without mask_fn: pass both"),
+    (dict(qk_transform_params=1), r"qk_transform_params came without qk_transform: pass both"),
+    (dict(sinks=np.ones(3)), r"sinks must be floats of shape \(N=4,\), a logit for each head"),
+    (dict(mask_fn=_other_lengths), r"block mask of T, S = \(9, 9\), .*\(5, 7\)"),
     (
-        dict(mask_fn=_mask_of_integers),
-        TypeError,
-        r"mask_fn is called with scalars.* one bool; got int32\[\]",
+        dict(mask_fn=_causal_blocks, q_offset=2),
+        r"block mask, whose positions begin at 0, and q_offset is given",
     ),
-    (dict(mask_params=1), ValueError, r"mask_params came without mask_fn: pass both"),
+)
+WRONG += raising(
+    TypeError,
+    (
+        dict(score_fn=3),
+        r"score_fn must be a function \(score, batch, head, q_pos, k_pos, params\), got int",
+    ),
+    (
+        dict(score_fn=_score_of_three_arguments),
+        r"score_fn must be hashable and take \(score, batch, head, q_pos, k_pos",
+    ),
+    (dict(score_fn=_score_with_if), r"score_fn needs the value .* use jnp\.where instead of if"),
+    (dict(score_fn=_score_of_shape_1), r"must return one float32; got float32\[1\]"),
+    (dict(score_fn=_score_of_integers), r"must return one float32; got int32\[\]"),
+    (dict(score_fn=_score_of_two), r"must return one float32; got float32\[\], float32\[\]"),
+    (dict(score_fn=_score_of_shape_3), r"is called with scalars, for one pair.*float32\[3\]"),
+    (dict(mask_fn=_mask_of_integers), r"mask_fn is called with scalars.* one bool; got int32\[\]"),
     (
         dict(qk_transform=_transform_that_cuts),
-        TypeError,
         r"qk_transform must return a row like that of a query",
     ),
     (
         dict(qk_transform=_transform_of_one_argument),
-        TypeError,
         r"qk_transform must be hashable and take \(x, position, which, params\)",
     ),
-    (
-        dict(score_fn=max),  # Python does not know the signatures of all that is built in
-        TypeError,
-        r"score_fn must be hashable and take \(score, .*: no signature found",
-    ),
-    (
-        dict(qk_transform_params=1),
-        ValueError,
-        r"qk_transform_params came without qk_transform: pass both",
-    ),
-    (
-        dict(sinks=np.ones(3)),
-        ValueError,
-        r"sinks must be floats of shape \(N=4,\), a logit for each head",
-    ),
-    (dict(mask_fn=_other_lengths), ValueError, r"block mask of T, S = \(9, 9\), .*\(5, 7\)"),
-    (
-        dict(mask_fn=_causal_blocks, q_offset=2),
-        ValueError,
-        r"block mask, whose positions begin at 0, and q_offset is given",
-    ),
-]
+    # Python does not know the signatures of all that is built in
+    (dict(score_fn=max), r"score_fn must be hashable and take \(score, .*: no signature found"),
+)
 
 
 @pytest.mark.parametrize("i", range(len(WRONG)))
@@ -217,69 +177,63 @@ ARRAYS = {
     "query_scale": lambda x: transforms.rms_norm(x, np.ones(8)),
     "key_scale": lambda x: transforms.rms_norm(np.ones(8), x),
 }
-WRONG_ARGUMENTS = [
-    (lambda: masks.sliding_window(-1), ValueError, r"\(left, right\)=\(-1, 0\): sides count tok"),
-    (lambda: masks.sliding_window(1.0), TypeError, r"sides are ints \(tokens\) or None, got float"),
-    (lambda: masks.sliding_window(1, True), TypeError, "sides are ints .* got bool True"),
-    (lambda: masks.prefix(1.5), TypeError, "length must be integers, got float"),
-    (
-        lambda: masks.prefix([[1]]),
-        ValueError,
-        r"length must have shape \(\) or \[B\]; got \(1, 1\)",
-    ),
-    (lambda: masks.prefix(np.int64(2**40)), ValueError, "length has integers that do not fit"),
-    (lambda: masks.documents(3), ValueError, r"query_ids must have shape \[T\] or \[B, T\]"),
-    (lambda: masks.documents(np.ones(5)), TypeError, "query_ids must be integers, got float"),
-    (lambda: masks.documents([0, 1], [[[0]]]), ValueError, "key_ids must have shape"),
-    (lambda: masks.documents(np.array([2**32, 0])), ValueError, "query_ids has integers that do"),
-    (lambda: masks.tree(np.zeros(5, int), 0.5), TypeError, "start must be integers"),
-    (lambda: masks.tree(np.zeros(33, int), 0), ValueError, "ancestors has 33 drafts"),
-    (lambda: masks.ancestors_of(-1), ValueError, r"parents must have shape \[B, T\] or \[T\]"),
-    (lambda: masks.ancestors_of(np.full(33, -1)), ValueError, "parents has 33 drafts"),
-    (lambda: masks.ancestors_of([-1, -2]), ValueError, "or be -1 where there is none; got -2"),
-    (lambda: masks.causal() & 3, TypeError, "memeff.Mask combines with another .* got int 3"),
-    (lambda: masks.causal() | scores.alibi([1.0]), TypeError, r"Wrap a function: memeff.Mask"),
-    (lambda: scores.alibi([1.0]).then(None), TypeError, "memeff.Score combines with another"),
-    (lambda: transforms.rotary().then(2), TypeError, "memeff.Transform combines with another"),
-    (lambda: scores.alibi(1.0), ValueError, r"slopes must have shape \[N\]; got \(\)"),
-    (lambda: scores.relative(np.ones(3)), ValueError, r"table must have shape \[N, 2 L \+ 1\]"),
-    (lambda: scores.relative(np.ones((2, 4))), ValueError, "an odd number; got"),
-    (lambda: scores.t5(np.ones(8)), ValueError, r"table must have shape \[buckets, N\]"),
-    (lambda: scores.t5(TABLE[:3]), ValueError, "table has 3 buckets: it must have at least 4"),
-    (lambda: scores.t5(TABLE, max_distance=2), ValueError, "max_distance=2: .* must be larger"),
-    (lambda: scores.t5(TABLE, bidirectional=1), TypeError, "bidirectional must be True or False"),
-    (lambda: scores.soft_cap(-1), ValueError, "cap must be > 0; got -1"),
-    (lambda: scores.soft_cap(jnp.zeros(2)), ValueError, "cap must be > 0; got 0"),
-    (lambda: scores.soft_cap(np.ones((1, 2))), ValueError, r"cap must have shape \[N\]"),
-    (lambda: transforms.rotary(0), ValueError, "base=0: it must be > 0"),
-    (lambda: transforms.rotary("a"), TypeError, "base must be a number"),
-    (lambda: transforms.rms_norm(1.0, 1.0), ValueError, r"query_scale must have shape \[H\]"),
-    (lambda: transforms.rms_norm(X[0, 0, 0], X[0, 0, 0], -1), ValueError, "epsilon=-1: it must"),
+WRONG_ARGUMENTS = raising(
+    ValueError,
+    (lambda: masks.sliding_window(-1), r"\(left, right\)=\(-1, 0\): sides count tok"),
+    (lambda: masks.prefix([[1]]), r"length must have shape \(\) or \[B\]; got \(1, 1\)"),
+    (lambda: masks.prefix(np.int64(2**40)), "length has integers that do not fit"),
+    (lambda: masks.documents(3), r"query_ids must have shape \[T\] or \[B, T\]"),
+    (lambda: masks.documents([0, 1], [[[0]]]), "key_ids must have shape"),
+    (lambda: masks.documents(np.array([2**32, 0])), "query_ids has integers that do"),
+    (lambda: masks.tree(np.zeros(33, int), 0), "ancestors has 33 drafts"),
+    (lambda: masks.ancestors_of(-1), r"parents must have shape \[B, T\] or \[T\]"),
+    (lambda: masks.ancestors_of(np.full(33, -1)), "parents has 33 drafts"),
+    (lambda: masks.ancestors_of([-1, -2]), "or be -1 where there is none; got -2"),
+    (lambda: scores.alibi(1.0), r"slopes must have shape \[N\]; got \(\)"),
+    (lambda: scores.relative(np.ones(3)), r"table must have shape \[N, 2 L \+ 1\]"),
+    (lambda: scores.relative(np.ones((2, 4))), "an odd number; got"),
+    (lambda: scores.t5(np.ones(8)), r"table must have shape \[buckets, N\]"),
+    (lambda: scores.t5(TABLE[:3]), "table has 3 buckets: it must have at least 4"),
+    (lambda: scores.t5(TABLE, max_distance=2), "max_distance=2: .* must be larger"),
+    (lambda: scores.soft_cap(-1), "cap must be > 0; got -1"),
+    (lambda: scores.soft_cap(jnp.zeros(2)), "cap must be > 0; got 0"),
+    (lambda: scores.soft_cap(np.ones((1, 2))), r"cap must have shape \[N\]"),
+    (lambda: transforms.rotary(0), "base=0: it must be > 0"),
+    (lambda: transforms.rms_norm(1.0, 1.0), r"query_scale must have shape \[H\]"),
+    (lambda: transforms.rms_norm(X[0, 0, 0], X[0, 0, 0], -1), "epsilon=-1: it must"),
     (
         lambda: dot_product_attention(
             X, X, X, qk_transform=transforms.rms_norm(np.ones(8), np.ones(2))
         ),
-        ValueError,
         "transforms.rms_norm has key_scale for H=2, but this call has H=8",
     ),
-    (lambda: memeff.block_mask(masks.causal(), -1), ValueError, "query_length=-1: it must be at"),
-    (lambda: memeff.block_mask(masks.causal(), 5, 5.0), TypeError, "key_length must be an int"),
-    (lambda: memeff.block_mask(masks.causal(), 5, heads=-1), ValueError, "heads=-1: it must be at"),
-    (lambda: memeff.replace_attention(abs, strict=1), TypeError, "strict must be True or False"),
-    (lambda: memeff.replace_attention(abs, check="y"), TypeError, "check must be True or False"),
-    (lambda: memeff.replace_attention(abs, min_logits=True), TypeError, "min_logits must be a num"),
-    (lambda: memeff.switch_jax_nn(strict=1).__enter__(), TypeError, "strict must be True or False"),
-    (
-        lambda: memeff.switch_jax_nn(np.ones(2)).__enter__(),
-        TypeError,
-        "implementation must be a name or None",
-    ),
+    (lambda: memeff.block_mask(masks.causal(), -1), "query_length=-1: it must be at"),
+    (lambda: memeff.block_mask(masks.causal(), 5, heads=-1), "heads=-1: it must be at"),
     (
         lambda: memeff.switch_jax_nn(context_parallel=np.ones(2)).__enter__(),
-        ValueError,
         "context_parallel=.* is not known",
     ),
-]
+)
+WRONG_ARGUMENTS += raising(
+    TypeError,
+    (lambda: masks.sliding_window(1.0), r"sides are ints \(tokens\) or None, got float"),
+    (lambda: masks.sliding_window(1, True), "sides are ints .* got bool True"),
+    (lambda: masks.prefix(1.5), "length must be integers, got float"),
+    (lambda: masks.documents(np.ones(5)), "query_ids must be integers, got float"),
+    (lambda: masks.tree(np.zeros(5, int), 0.5), "start must be integers"),
+    (lambda: masks.causal() & 3, "memeff.Mask combines with another .* got int 3"),
+    (lambda: masks.causal() | scores.alibi([1.0]), r"Wrap a function: memeff.Mask"),
+    (lambda: scores.alibi([1.0]).then(None), "memeff.Score combines with another"),
+    (lambda: transforms.rotary().then(2), "memeff.Transform combines with another"),
+    (lambda: scores.t5(TABLE, bidirectional=1), "bidirectional must be True or False"),
+    (lambda: transforms.rotary("a"), "base must be a number"),
+    (lambda: memeff.block_mask(masks.causal(), 5, 5.0), "key_length must be an int"),
+    (lambda: memeff.replace_attention(abs, strict=1), "strict must be True or False"),
+    (lambda: memeff.replace_attention(abs, check="y"), "check must be True or False"),
+    (lambda: memeff.replace_attention(abs, min_logits=True), "min_logits must be a num"),
+    (lambda: memeff.switch_jax_nn(strict=1).__enter__(), "strict must be True or False"),
+    (lambda: memeff.switch_jax_nn(np.ones(2)).__enter__(), "implementation must be a name or None"),
+)
 
 
 @pytest.mark.parametrize("i", range(len(WRONG_ARGUMENTS)))

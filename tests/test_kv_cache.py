@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import few
+from conftest import few, raising
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from small_calls import assert_bits, assert_in_place
 
@@ -780,108 +780,81 @@ X = np.ones((2, 3, K, H), f32)
 CACHE = KVCache.zeros(2, 6, K, H)
 RING = KVCache.zeros(2, 6, K, H, window=3).append(X, X)
 QUERY = np.ones((2, 1, K * G, H), f32)
-WRONG = [
-    (lambda: KVCache.zeros(2, 0, K, H), ValueError, "capacity=0: it must be at least 1"),
-    (lambda: KVCache.zeros(2, 4.0, K, H), TypeError, "capacity must be an int, got float 4.0"),
-    (lambda: KVCache.zeros(2, 4, K, H, jnp.int32), TypeError, "dtype=int32: a cache holds"),
-    (lambda: KVCache.zeros(2, 4, K, H, window=4), ValueError, "capacity=4 and window=4: a ring"),
-    (lambda: CACHE.append(X[:1], X[:1]), ValueError, r"key must have shape \(B=2, T, K=2, H=8\)"),
-    (lambda: CACHE.append(X, X[..., :2]), ValueError, "value must have shape .*, D="),
-    (lambda: CACHE.append(X, X[:, :1]), ValueError, "key has T=3 tokens and value 1: pass as many"),
-    (lambda: CACHE.append(X, X.astype(np.float16)), TypeError, "value is float16 and the cache"),
-    (lambda: CACHE.append(X, X, [1, 4]), ValueError, "counts must lie between 0 and T=3"),
-    (lambda: CACHE.append(X, X, [1.0, 2]), TypeError, "counts must be integers"),
-    (lambda: CACHE.append(X, X, [1, 2, 3]), ValueError, r"counts must have shape \(B=2,\)"),
-    (lambda: CACHE.append(X, X, [1]), ValueError, r"counts must have shape \(B=2,\); got \(1,\)"),
-    (lambda: CACHE.append(X, X).truncate([1]), ValueError, r"lengths must have shape \(B=2,\)"),
+WRONG = raising(
+    ValueError,
+    (lambda: KVCache.zeros(2, 0, K, H), "capacity=0: it must be at least 1"),
+    (lambda: KVCache.zeros(2, 4, K, H, window=4), "capacity=4 and window=4: a ring"),
+    (lambda: CACHE.append(X[:1], X[:1]), r"key must have shape \(B=2, T, K=2, H=8\)"),
+    (lambda: CACHE.append(X, X[..., :2]), "value must have shape .*, D="),
+    (lambda: CACHE.append(X, X[:, :1]), "key has T=3 tokens and value 1: pass as many"),
+    (lambda: CACHE.append(X, X, [1, 4]), "counts must lie between 0 and T=3"),
+    (lambda: CACHE.append(X, X, [1, 2, 3]), r"counts must have shape \(B=2,\)"),
+    (lambda: CACHE.append(X, X, [1]), r"counts must have shape \(B=2,\); got \(1,\)"),
+    (lambda: CACHE.append(X, X).truncate([1]), r"lengths must have shape \(B=2,\)"),
     (
         lambda: CACHE.append(X, X).keep_drafts(1, [[0], [0]], [1]),
-        ValueError,
         r"counts must have shape \(B=2,\)",
     ),
-    (
-        lambda: CACHE.append(X, X).keep_drafts(1, [[0], [0]], None),
-        TypeError,
-        "counts must be an array, got None",
-    ),
-    (lambda: CACHE.append(X, X, np.array([2**32, 1])), ValueError, "counts has integers that do"),
-    (lambda: CACHE.append(X, X).truncate(np.array([2**32, 1])), ValueError, "lengths has integers"),
-    (lambda: KVCache.zeros(2, 4, K, H, None), TypeError, "dtype must be a dtype .*, got None"),
-    (lambda: KVCache.zeros(2, 4, K, H, "f99"), TypeError, "dtype must be a dtype .*, got str"),
-    (lambda: KVCache.zeros(2, 2**31, K, H), ValueError, "capacity=.*: it must fit in 32 bits"),
-    (lambda: CACHE.attend(QUERY, key=X), ValueError, "key comes from the cache: omit it"),
-    (
-        lambda: CACHE.attend(QUERY, windw=3),
-        TypeError,
-        "memeff.KVCache.attend got an unexpected keyword argument: windw",
-    ),
+    (lambda: CACHE.append(X, X, np.array([2**32, 1])), "counts has integers that do"),
+    (lambda: CACHE.append(X, X).truncate(np.array([2**32, 1])), "lengths has integers"),
+    (lambda: KVCache.zeros(2, 2**31, K, H), "capacity=.*: it must fit in 32 bits"),
+    (lambda: CACHE.attend(QUERY, key=X), "key comes from the cache: omit it"),
     (
         lambda: (
             KVCache.zeros(2, 4, K, H, jnp.int8)
             .append(X, X)
             .attend(QUERY, logits_soft_cap=np.float32(-1) * np.ones(1))
         ),
-        ValueError,
         "logits_soft_cap=-1: a cap must be > 0",
     ),
-    (lambda: CACHE.append(None, X), TypeError, "key must be an array, got None"),
-    (lambda: CACHE.attend(QUERY, q_offset=3), ValueError, "q_offset comes from the cache: omit"),
-    (lambda: RING.append(*(np.ones((2, 7, K, H), f32),) * 2), ValueError, "at most 3 at a time"),
-    (
-        lambda: RING.append(X, X).attend(np.ones((2, 4, 4, H), f32)),
-        ValueError,
-        "capacity >= window",
-    ),
-    (
-        lambda: CACHE.attend(QUERY),
-        ValueError,
-        "query has 1 tokens of sequence 0, and the cache has 0",
-    ),
-    (
-        lambda: CACHE.append(X, X).keep_drafts(3, [[0, 3], [0, 1]], [2, 2]),
-        ValueError,
-        "from 0 to 2",
-    ),
-    (lambda: CACHE.append(X, X).keep_drafts(4, [[0], [3]], [1, 1]), ValueError, "has 3 tokens"),
-    (lambda: CACHE.append(X, X).keep_drafts(3, [[0]], [1]), ValueError, r"\[B, n\] with B=2; got"),
-    (
-        lambda: CACHE.append(X, X).keep_drafts(3.0, [[0], [0]], [1, 1]),
-        TypeError,
-        "T must be an int",
-    ),
-    (lambda: CACHE.append(X, X).truncate([1, 2, 3]), ValueError, r"lengths must have shape \(B=2,"),
-    (lambda: CACHE.attend(QUERY[0]), ValueError, r"query must have shape \[B, T, N, H\]; got"),
-    (lambda: CACHE.attend([[1.0], [1.0, 2.0]]), TypeError, r"query must be an array, got list"),
-    (
-        lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)),
-        NotImplementedError,
-        "not support bias",
-    ),
-    (
-        lambda: RING.attend(QUERY, is_causal=False),
-        NotImplementedError,
-        "does not support is_causal=False",
-    ),
-    (
-        lambda: RING.attend(QUERY, is_causal=np.ones(2, bool)),
-        TypeError,
-        "is_causal must be True or False",
-    ),
+    (lambda: CACHE.attend(QUERY, q_offset=3), "q_offset comes from the cache: omit"),
+    (lambda: RING.append(*(np.ones((2, 7, K, H), f32),) * 2), "at most 3 at a time"),
+    (lambda: RING.append(X, X).attend(np.ones((2, 4, 4, H), f32)), "capacity >= window"),
+    (lambda: CACHE.attend(QUERY), "query has 1 tokens of sequence 0, and the cache has 0"),
+    (lambda: CACHE.append(X, X).keep_drafts(3, [[0, 3], [0, 1]], [2, 2]), "from 0 to 2"),
+    (lambda: CACHE.append(X, X).keep_drafts(4, [[0], [3]], [1, 1]), "has 3 tokens"),
+    (lambda: CACHE.append(X, X).keep_drafts(3, [[0]], [1]), r"\[B, n\] with B=2; got"),
+    (lambda: CACHE.append(X, X).truncate([1, 2, 3]), r"lengths must have shape \(B=2,"),
+    (lambda: CACHE.attend(QUERY[0]), r"query must have shape \[B, T, N, H\]; got"),
     (
         lambda: CACHE.append(X, X).keep_drafts(3, [[0], [1]], [1, 2]),
-        ValueError,
         "between 0 and n=1, the drafts of a row of path; got 1 to 2",
     ),
+)
+WRONG += raising(
+    TypeError,
+    (lambda: KVCache.zeros(2, 4.0, K, H), "capacity must be an int, got float 4.0"),
+    (lambda: KVCache.zeros(2, 4, K, H, jnp.int32), "dtype=int32: a cache holds"),
+    (lambda: CACHE.append(X, X.astype(np.float16)), "value is float16 and the cache"),
+    (lambda: CACHE.append(X, X, [1.0, 2]), "counts must be integers"),
+    (
+        lambda: CACHE.append(X, X).keep_drafts(1, [[0], [0]], None),
+        "counts must be an array, got None",
+    ),
+    (lambda: KVCache.zeros(2, 4, K, H, None), "dtype must be a dtype .*, got None"),
+    (lambda: KVCache.zeros(2, 4, K, H, "f99"), "dtype must be a dtype .*, got str"),
+    (
+        lambda: CACHE.attend(QUERY, windw=3),
+        "memeff.KVCache.attend got an unexpected keyword argument: windw",
+    ),
+    (lambda: CACHE.append(None, X), "key must be an array, got None"),
+    (lambda: CACHE.append(X, X).keep_drafts(3.0, [[0], [0]], [1, 1]), "T must be an int"),
+    (lambda: CACHE.attend([[1.0], [1.0, 2.0]]), r"query must be an array, got list"),
+    (lambda: RING.attend(QUERY, is_causal=np.ones(2, bool)), "is_causal must be True or False"),
+)
+WRONG += raising(
+    NotImplementedError,
+    (lambda: RING.attend(QUERY, bias=np.ones((1, 6), f32)), "not support bias"),
+    (lambda: RING.attend(QUERY, is_causal=False), "does not support is_causal=False"),
     (
         lambda: (
             KVCache.zeros(2, 4, K, H, jnp.int8)
             .append(X, X)
             .attend(QUERY, implementation="reference")
         ),
-        NotImplementedError,
         'implementation="reference" cannot run this call: it does not read keys that are stored in',
     ),
-]
+)
 
 
 @pytest.mark.parametrize("i", range(len(WRONG)))

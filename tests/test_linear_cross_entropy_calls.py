@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import raising
 from loss_cases import (
     CHUNK,
     EVERYTHING,
@@ -282,105 +283,90 @@ def ones(*shape, dtype=f32):
 
 
 RIGHT = {"x": ones(2, 5, 8), "kernel": ones(8, 9), "labels": ones(2, 5, dtype=np.int32)}
-WRONG = [
-    ({"x": None}, TypeError, r"x must be an array, got None"),
-    ({"x": f32(1)}, ValueError, r"x must have shape \[\*B, H\] with at least 1 dim; got \(\)"),
-    ({"x": ones(2, 5, 8, dtype=np.int32)}, TypeError, r"x must be a floating.* got int32\. Cast"),
+WRONG = raising(
+    ValueError,
+    ({"x": f32(1)}, r"x must have shape \[\*B, H\] with at least 1 dim; got \(\)"),
+    ({"kernel": ones(7, 9)}, r"kernel must have shape \(H=8, V\); got \(7, 9\)\.$"),
+    (
+        {"kernel": ones(9, 8)},
+        r"kernel must have shape \(H=8, V\); got \(9, 8\)\. Transpose it: kernel\.T",
+    ),
+    ({"x": ones(2, 5, 0), "kernel": ones(0, 9)}, r"x has H=0 \(shape \(2, 5, 0\)\): .*Use H >= 1"),
+    ({"kernel": ones(8)}, r"kernel must have shape \(H=8, V\); got \(8,\)"),
+    (
+        {"labels": ones(2, 5, 9, dtype=np.int32)},
+        r"labels must have shape \(2, 5\), the leading dims of x; got \(2, 5, 9\)",
+    ),
+    (
+        {"labels": 9 * ones(2, 5, dtype=np.int32)},
+        r"labels must lie between 0 and V - 1 = 8; got 9\. Pass ignore_label",
+    ),
+    (
+        {"labels": 9 * ones(2, 5, dtype=np.int32), "ignore_label": -1},
+        r"labels must lie between 0 and V - 1 = 8; got 9\.$",
+    ),
+    ({"bias": ones(8)}, r"bias must have shape \(V=9,\), one number .*; got \(8,\)"),
+    ({"ignore_label": 2**40}, r"ignore_label=1099511627776: it must fit in 32 bits"),
+    ({"label_smoothing": 1}, r"label_smoothing=1: it must lie in \[0, 1\)"),
+    ({"z_loss": -0.1}, r"z_loss=-0\.1: it must lie in \[0, inf\)"),
+    ({"z_loss": float("nan")}, r"z_loss=nan: it must lie in \[0, inf\)"),
+    ({"logits_soft_cap": 0}, r"logits_soft_cap=0: a cap must be > 0; use None for no"),
+    (
+        {"logits_soft_cap": ones(9)},
+        r"logits_soft_cap must be a number or a scalar array, got shape \(9,\)\.$",
+    ),
+    ({"chunk_size": 0}, r"chunk_size=0: sides count tokens and words and must be >= 1"),
+    ({"chunk_size": (1, 2, 3)}, r"chunk_size=.*: give \(tokens, words\), or one int"),
+    (
+        {"vocab_axis": "v"},
+        r"vocab_axis='v': there is no such axis around this call\. Call it inside jax\.shard_map",
+    ),
+    ({"weights": ones(2, 5)}, r'weights need a reduction: pass reduction="mean" or'),
+    (
+        {"weights": ones(5), "reduction": "sum"},
+        r"weights must have shape \(2, 5\), the leading dims of x; got \(5,\)",
+    ),
+    ({"reduction": "none"}, r"reduction='none' is not known: use None or one of 'mean', "),
+    ({"reduction": True}, r"reduction=True is not known: use None or one of 'mean', "),
+    (
+        {"labels": np.full((2, 5), 2**32)},
+        r"labels has integers that do not fit in int32: .*jax_enable_x64",
+    ),
+    ({"logits_soft_cap": jnp.float32(-5)}, r"logits_soft_cap=-5: a cap must be > 0"),
+    ({"precision": "exact"}, r"precision='exact' must be None, \"default\""),
+)
+WRONG += raising(
+    TypeError,
+    ({"x": None}, r"x must be an array, got None"),
+    ({"x": ones(2, 5, 8, dtype=np.int32)}, r"x must be a floating.* got int32\. Cast"),
     (
         {
             "x": jnp.ones((2, 5, 8), jnp.float8_e4m3fn),
             "kernel": jnp.ones((8, 9), jnp.float8_e4m3fn),
         },
-        TypeError,
         r"x is float8_e4m3fn: supported are bfloat16, float16, float32 and float64\. Cast it",
     ),
     (
         {"x": jnp.ones((2, 5, 8), jnp.bfloat16)},
-        TypeError,
         r"kernel is float32 and x is bfloat16: .* one dtype\. Cast .* kernel\.astype\(x\.dtype\)",
     ),
-    ({"kernel": "words"}, TypeError, r"kernel must be an array, got str 'words'"),
-    ({"kernel": ones(8, 9, dtype=bool)}, TypeError, r"kernel must be a floating.* got bool"),
-    ({"kernel": ones(7, 9)}, ValueError, r"kernel must have shape \(H=8, V\); got \(7, 9\)\.$"),
-    (
-        {"kernel": ones(9, 8)},
-        ValueError,
-        r"kernel must have shape \(H=8, V\); got \(9, 8\)\. Transpose it: kernel\.T",
-    ),
-    (
-        {"x": ones(2, 5, 0), "kernel": ones(0, 9)},
-        ValueError,
-        r"x has H=0 \(shape \(2, 5, 0\)\): .*Use H >= 1",
-    ),
-    ({"kernel": ones(8)}, ValueError, r"kernel must have shape \(H=8, V\); got \(8,\)"),
-    ({"labels": None}, TypeError, r"labels must be an array, got None"),
-    ({"labels": ones(2, 5)}, TypeError, r"labels must be integers, got float32"),
-    (
-        {"labels": ones(2, 5, 9, dtype=np.int32)},
-        ValueError,
-        r"labels must have shape \(2, 5\), the leading dims of x; got \(2, 5, 9\)",
-    ),
-    (
-        {"labels": 9 * ones(2, 5, dtype=np.int32)},
-        ValueError,
-        r"labels must lie between 0 and V - 1 = 8; got 9\. Pass ignore_label",
-    ),
-    (
-        {"labels": 9 * ones(2, 5, dtype=np.int32), "ignore_label": -1},
-        ValueError,
-        r"labels must lie between 0 and V - 1 = 8; got 9\.$",
-    ),
-    ({"bias": ones(8)}, ValueError, r"bias must have shape \(V=9,\), one number .*; got \(8,\)"),
-    ({"bias": ones(9, dtype=bool)}, TypeError, r"bias must be a floating-point array, got bool"),
-    ({"ignore_label": 1.0}, TypeError, r"ignore_label must be an int .*, got float 1\.0"),
-    ({"ignore_label": True}, TypeError, r"ignore_label must be an int .*, got bool True"),
-    ({"ignore_label": 2**40}, ValueError, r"ignore_label=1099511627776: it must fit in 32 bits"),
-    ({"label_smoothing": 1}, ValueError, r"label_smoothing=1: it must lie in \[0, 1\)"),
-    ({"label_smoothing": "a"}, TypeError, r"label_smoothing must be a number .*, got str 'a'"),
-    ({"z_loss": -0.1}, ValueError, r"z_loss=-0\.1: it must lie in \[0, inf\)"),
-    ({"z_loss": float("nan")}, ValueError, r"z_loss=nan: it must lie in \[0, inf\)"),
-    ({"z_loss": None}, TypeError, r"z_loss must be a number .*, got None"),
-    ({"logits_soft_cap": 0}, ValueError, r"logits_soft_cap=0: a cap must be > 0; use None for no"),
-    (
-        {"logits_soft_cap": ones(9)},
-        ValueError,
-        r"logits_soft_cap must be a number or a scalar array, got shape \(9,\)\.$",
-    ),
-    ({"chunk_size": 0}, ValueError, r"chunk_size=0: sides count tokens and words and must be >= 1"),
-    ({"chunk_size": (1, 2, 3)}, ValueError, r"chunk_size=.*: give \(tokens, words\), or one int"),
-    ({"chunk_size": 2.5}, TypeError, r"chunk_size=2\.5: sides are ints \(tokens and words\), got"),
-    ({"vocab_axis": 1}, TypeError, r"vocab_axis must be the name of an axis of .*; got int 1"),
-    (
-        {"vocab_axis": "v"},
-        ValueError,
-        r"vocab_axis='v': there is no such axis around this call\. Call it inside jax\.shard_map",
-    ),
-    ({"weights": ones(2, 5)}, ValueError, r'weights need a reduction: pass reduction="mean" or'),
-    (
-        {"weights": ones(5), "reduction": "sum"},
-        ValueError,
-        r"weights must have shape \(2, 5\), the leading dims of x; got \(5,\)",
-    ),
+    ({"kernel": "words"}, r"kernel must be an array, got str 'words'"),
+    ({"kernel": ones(8, 9, dtype=bool)}, r"kernel must be a floating.* got bool"),
+    ({"labels": None}, r"labels must be an array, got None"),
+    ({"labels": ones(2, 5)}, r"labels must be integers, got float32"),
+    ({"bias": ones(9, dtype=bool)}, r"bias must be a floating-point array, got bool"),
+    ({"ignore_label": 1.0}, r"ignore_label must be an int .*, got float 1\.0"),
+    ({"ignore_label": True}, r"ignore_label must be an int .*, got bool True"),
+    ({"label_smoothing": "a"}, r"label_smoothing must be a number .*, got str 'a'"),
+    ({"z_loss": None}, r"z_loss must be a number .*, got None"),
+    ({"chunk_size": 2.5}, r"chunk_size=2\.5: sides are ints \(tokens and words\), got"),
+    ({"vocab_axis": 1}, r"vocab_axis must be the name of an axis of .*; got int 1"),
     (
         {"weights": ones(2, 5, dtype=bool), "reduction": "sum"},
-        TypeError,
         r"weights must be a floating-point array, got bool\. Cast it",
     ),
-    (
-        {"reduction": "none"},
-        ValueError,
-        r"reduction='none' is not known: use None or one of 'mean', ",
-    ),
-    ({"reduction": True}, ValueError, r"reduction=True is not known: use None or one of 'mean', "),
-    ({"return_lse": 1}, TypeError, r"return_lse must be True or False .*, got int 1"),
-    (
-        {"labels": np.full((2, 5), 2**32)},
-        ValueError,
-        r"labels has integers that do not fit in int32: .*jax_enable_x64",
-    ),
-    ({"logits_soft_cap": jnp.float32(-5)}, ValueError, r"logits_soft_cap=-5: a cap must be > 0"),
-    ({"precision": "exact"}, ValueError, r"precision='exact' must be None, \"default\""),
-]
+    ({"return_lse": 1}, r"return_lse must be True or False .*, got int 1"),
+)
 
 
 @pytest.mark.parametrize("i", range(len(WRONG)))

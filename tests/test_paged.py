@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import few
+from conftest import few, raising
 from small_calls import assert_bits, assert_in_place
 
 import memeff
@@ -461,72 +461,56 @@ TABLE = np.array([[0, 1], [2, -1]])
 CALL = dict(query=QUERY, key_pages=PAGES, value_pages=PAGES, page_table=TABLE, lengths=[8, 4])
 CACHE = PagedKVCache.zeros(5, 4, K, H, batch=2, pages_per_sequence=2)
 KEYS = np.ones((2, 1, K, H), f32)
-WRONG = [
-    (dict(query=QUERY[0]), ValueError, r"query must have shape \[B, T, N, H\]; got \(1, 4, 8\)"),
-    (dict(key_pages=PAGES[0]), ValueError, r"key_pages must have shape \[pages, page, K, H\]"),
-    (dict(value_pages=PAGES[:3]), ValueError, "value_pages must have shape .*like key_pages"),
-    (dict(key_pages=np.ones((1, 257, K, H), f32)), ValueError, "pages of 257 tokens"),
-    (dict(page_table=TABLE[:1]), ValueError, r"page_table must have shape \(B=2, pages"),
-    (dict(page_table=TABLE / 1), TypeError, "page_table must be integers, got float"),
-    (dict(page_table=TABLE + 4), ValueError, "page_table names page 6, and key_pages has 5"),
-    (
-        dict(lengths=[8, 5]),
-        ValueError,
-        "lengths: sequence 1 has 5 tokens.*page_table names pages for 4",
-    ),
-    (
-        dict(lengths=[9, 4]),
-        ValueError,
-        "lengths: sequence 0 has 9 tokens.*page_table names pages for 8",
-    ),
-    (dict(lengths=[-1, 4]), ValueError, "lengths must lie between 0 and n . page=8; got -1 to 4"),
-    (dict(lengths=[8]), ValueError, r"lengths must have shape \(B=2,\)"),
-    (dict(query=QUERY.astype(np.float16)), TypeError, "key_pages is float32 and query is float16"),
-    (dict(key_scales=np.ones(3)), ValueError, "key_pages is float32, which does not take key_sc"),
-    (dict(key_pages=PAGES.astype(np.int8)), ValueError, "int8, which needs key_scales"),
+WRONG = raising(
+    ValueError,
+    (dict(query=QUERY[0]), r"query must have shape \[B, T, N, H\]; got \(1, 4, 8\)"),
+    (dict(key_pages=PAGES[0]), r"key_pages must have shape \[pages, page, K, H\]"),
+    (dict(value_pages=PAGES[:3]), "value_pages must have shape .*like key_pages"),
+    (dict(key_pages=np.ones((1, 257, K, H), f32)), "pages of 257 tokens"),
+    (dict(page_table=TABLE[:1]), r"page_table must have shape \(B=2, pages"),
+    (dict(page_table=TABLE + 4), "page_table names page 6, and key_pages has 5"),
+    (dict(lengths=[8, 5]), "lengths: sequence 1 has 5 tokens.*page_table names pages for 4"),
+    (dict(lengths=[9, 4]), "lengths: sequence 0 has 9 tokens.*page_table names pages for 8"),
+    (dict(lengths=[-1, 4]), "lengths must lie between 0 and n . page=8; got -1 to 4"),
+    (dict(lengths=[8]), r"lengths must have shape \(B=2,\)"),
+    (dict(key_scales=np.ones(3)), "key_pages is float32, which does not take key_sc"),
+    (dict(key_pages=PAGES.astype(np.int8)), "int8, which needs key_scales"),
     (
         dict(key_pages=PAGES.astype(np.int8), key_scales=np.ones((5, 4))),
-        ValueError,
         r"key_scales must have shape \(5, 2, 4\)",
     ),
-    (dict(key_value_seq_lengths=[1, 2]), ValueError, "is the argument `lengths` here"),
-    (
-        dict(implementation="reference"),
-        NotImplementedError,
-        'implementation="reference" cannot run this call: it does not read keys that are stored in',
-    ),
-    (dict(implementation="pallas"), NotImplementedError, 'implementation="pallas" cannot run'),
-    (dict(sequence_axis="x"), NotImplementedError, "sequence_axis does not support keys that are"),
-    (dict(bias=np.ones((3, 1, 8))), ValueError, "bias must be broadcastable"),
+    (dict(key_value_seq_lengths=[1, 2]), "is the argument `lengths` here"),
+    (dict(bias=np.ones((3, 1, 8))), "bias must be broadcastable"),
     (
         dict(mask_fn=masks.documents(np.ones(7, int), np.ones(8, int))),
-        ValueError,
         "params for Q=7 query positions",
     ),
+    ({"query_seq_lengths": np.array([9, 9])}, "query_seq_lengths must lie between 0 and T="),
+    ({"q_offset": np.array([2**29, 0])}, "q_offset=536870912: positions must lie between"),
+    ({"lengths": np.full(2, 2**32)}, "lengths has integers that do not fit in int32"),
+    ({"page_table": np.full((2, 2), 2**32)}, "page_table has integers that do not"),
+    ({"logits_soft_cap": jnp.float32(0)}, "logits_soft_cap=0: a cap must be > 0"),
+    ({"key": 1}, "key is the argument `key_pages` here: omit it"),
+)
+WRONG += raising(
+    TypeError,
+    (dict(page_table=TABLE / 1), "page_table must be integers, got float"),
+    (dict(query=QUERY.astype(np.float16)), "key_pages is float32 and query is float16"),
+    ({"is_causal": {1}}, "is_causal must be an array or hashable .* got set {1}"),
+    ({"chunk_size": {2}}, "chunk_size must be an array or hashable"),
+    ({"scale": np.array(None)}, "scale has dtype object, which JAX does not support"),
+    ({"windw": 1}, "memeff.paged_attention got an unexpected keyword argument: windw"),
+)
+WRONG += raising(
+    NotImplementedError,
     (
-        dict(backward="fused"),
-        NotImplementedError,
-        'backward="fused" cannot run this call: kernels need a GPU',
+        dict(implementation="reference"),
+        'implementation="reference" cannot run this call: it does not read keys that are stored in',
     ),
-    (
-        {"query_seq_lengths": np.array([9, 9])},
-        ValueError,
-        "query_seq_lengths must lie between 0 and T=",
-    ),
-    (
-        {"q_offset": np.array([2**29, 0])},
-        ValueError,
-        "q_offset=536870912: positions must lie between",
-    ),
-    ({"lengths": np.full(2, 2**32)}, ValueError, "lengths has integers that do not fit in int32"),
-    ({"page_table": np.full((2, 2), 2**32)}, ValueError, "page_table has integers that do not"),
-    ({"logits_soft_cap": jnp.float32(0)}, ValueError, "logits_soft_cap=0: a cap must be > 0"),
-    ({"key": 1}, ValueError, "key is the argument `key_pages` here: omit it"),
-    ({"is_causal": {1}}, TypeError, "is_causal must be an array or hashable .* got set {1}"),
-    ({"chunk_size": {2}}, TypeError, "chunk_size must be an array or hashable"),
-    ({"scale": np.array(None)}, TypeError, "scale has dtype object, which JAX does not support"),
-    ({"windw": 1}, TypeError, "memeff.paged_attention got an unexpected keyword argument: windw"),
-]
+    (dict(implementation="pallas"), 'implementation="pallas" cannot run'),
+    (dict(sequence_axis="x"), "sequence_axis does not support keys that are"),
+    (dict(backward="fused"), 'backward="fused" cannot run this call: kernels need a GPU'),
+)
 WRONG_CACHES = [
     (lambda: PagedKVCache.zeros(4, 300, K, H, batch=1, pages_per_sequence=1), "page_size=300"),
     (

@@ -30,6 +30,7 @@ from memeff.problem import (
     split_axis,
     split_heads,
 )
+from memeff.shape import ceil_div
 from memeff.softmax import Lse, LseFor
 
 SAMPLES = 64  # keys
@@ -130,7 +131,7 @@ def sampled_max(problem: Problem, operands: Operands) -> Array:
     the sample, m is UNSEEN_MAX.
     """
     S = operands.shape.S
-    stride = -(-S // SAMPLES)
+    stride = ceil_div(S, SAMPLES)
 
     def sample(x: Array, dims: str) -> Array:
         axis = dims.find("s")

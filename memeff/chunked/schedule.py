@@ -13,6 +13,7 @@ import numpy as np
 from memeff.autodiff.tile_sum import TileGrid
 from memeff.masking import key_range
 from memeff.problem import Operands, Problem, Schedule, accumulator_dtype, check_sizes_known
+from memeff.shape import ceil_div
 
 
 def tile_groups(problem: Problem, schedule: Schedule, operands: Operands, long_axis: int | None):
@@ -83,7 +84,7 @@ def _merge_tiles(
         squares = whole_squares(n)
     if n == 1 and len(squares) <= masked_count:
         return (t, c), whole[:0], whole
-    merged = np.zeros((-(-rows // n), -(-cols // n)), bool)  # by indices of squares
+    merged = np.zeros((ceil_div(rows, n), ceil_div(cols, n)), bool)  # by indices of squares
     merged[tuple(squares.T)] = True
     remaining &= ~merged.repeat(n, 0).repeat(n, 1)[:rows, :cols]
     size = (n * t, n * c)
@@ -128,9 +129,9 @@ def tile_spans(
         return np.clip(bound, 0, S)
 
     some_from, some_to, all_from, all_to = map(clip, bounds, (0, S, 0, S))  # keys
-    first = np.where(some_from < S, some_from // c, -(-S // c))
-    end = -(-some_to // c)
-    full_first = -(-all_from // c)
+    first = np.where(some_from < S, some_from // c, ceil_div(S, c))
+    end = ceil_div(some_to, c)
+    full_first = ceil_div(all_from, c)
     full_end = all_to // c
     return first, end, full_first, full_end
 
@@ -164,7 +165,7 @@ def _tiles_by_mask(
     """Return what `tiles_by_mask` does, from lengths (T, S)."""
     T, S = lengths
     t, c = chunk_size
-    j = np.arange(-(-S // c))
+    j = np.arange(ceil_div(S, c))
     spans = np.stack(tile_spans(problem, chunk_size, lengths))
     first, end, full_first, full_end = spans[..., None]  # each [ceil(T / t), 1]
     seen = (first <= j) & (j < end)  # by indices of tiles
@@ -223,8 +224,8 @@ def count_tiles(
     if not shape.lengths_known:
         return None, 0
     t, c = chunk_size
-    down = -(-shape.T // t)
-    across = -(-shape.S // c)
+    down = ceil_div(shape.T, t)
+    across = ceil_div(shape.S, c)
     total = down * across
     if has_array_bounds(problem, operands):
         return None, total

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from memeff.inputs import check_size, kind_of
+from memeff.shape import ceil_div
 
 
 class PageAllocator:
@@ -86,7 +87,7 @@ class PageAllocator:
         self._check_known(name)
         self._check_new(child)
         tokens = self._check_tokens(name, self._lengths[name] if tokens is None else tokens)
-        shared = self._pages[name][: -(-tokens // self.page_size)]
+        shared = self._pages[name][: ceil_div(tokens, self.page_size)]
         for page in shared:
             self._owners[page] += 1
         self._pages[child] = shared
@@ -110,7 +111,7 @@ class PageAllocator:
         length = self._lengths[name]
         in_last = length % self.page_size  # tokens that the last page holds
         copies = bool(tokens and in_last and self._owners[sequence_pages[-1]] > 1)
-        missing = -(-(length + tokens) // self.page_size) - len(sequence_pages)
+        missing = ceil_div(length + tokens, self.page_size) - len(sequence_pages)
         needed = missing + copies
         if needed > len(self._free):
             raise MemoryError(
@@ -135,7 +136,7 @@ class PageAllocator:
         """
         self._check_known(name)
         tokens = self._check_tokens(name, tokens)
-        kept = -(-tokens // self.page_size)
+        kept = ceil_div(tokens, self.page_size)
         sequence_pages = self._pages[name]
         self._give_back(sequence_pages[kept:])
         self._pages[name] = sequence_pages[:kept]

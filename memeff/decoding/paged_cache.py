@@ -34,6 +34,7 @@ from memeff.decoding.storage import (
 )
 from memeff.inputs import INT32_MAX, check_integers, check_size, known_values, to_int32
 from memeff.query_positions import nan_where
+from memeff.shape import ceil_div
 from memeff.stored import page_places
 
 NO_PAGE = "Give it more pages (memeff.PageAllocator.extend), and pass the new page_table."
@@ -315,7 +316,7 @@ class PagedKVCache:
         owners = np.bincount(table[table >= 0].ravel(), minlength=len(self.key_pages))
         for b in np.flatnonzero(after > before):
             first = before[b] // self.page_size
-            end = -(-after[b] // self.page_size)
+            end = ceil_div(after[b], self.page_size)
             shared = [page for page in table[b, first:end] if owners[page] > 1]
             if shared:
                 raise ValueError(

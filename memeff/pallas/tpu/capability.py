@@ -12,6 +12,7 @@ from memeff.pallas.reasons import too_few_queries, unsupported_sizes
 from memeff.pallas.tpu import splash
 from memeff.pallas.tpu.tables import choose_side
 from memeff.problem import Operands, Problem
+from memeff.shape import ceil_div
 from memeff.sharding import varies
 from memeff.stored import StoredKeys
 
@@ -53,7 +54,7 @@ def _unsupported_shape(operands: Operands) -> str | None:
     if reason is not None:
         return reason
     T, S = query.shape[1], key.shape[1]
-    blocks = -(-T // choose_side(T)) * -(-S // choose_side(S))
+    blocks = ceil_div(T, choose_side(T)) * ceil_div(S, choose_side(S))
     if blocks > MOST_BLOCK_PAIRS:
         return (
             f"the TPU kernels list up to {MOST_BLOCK_PAIRS} tiles in scalar memory, and this call "

@@ -13,7 +13,7 @@ from jax import Array
 
 from memeff.masking import key_range
 from memeff.problem import Problem
-from memeff.shape import round_up
+from memeff.shape import ceil_div, round_up
 
 # No TPU was here to time them. JAX's users take 512 x 512; 128 is the width of a vector register.
 SIDES = (512, 256, 128)
@@ -62,12 +62,12 @@ class Visits(NamedTuple):
         end = xp.full_like(first, S) if end is None else end
         end = xp.clip(end, start, S)
         block = xp.minimum(start // c, (S - 1) // c)
-        return block, xp.where(end > start, -(-end // c) - block, 0)
+        return block, xp.where(end > start, ceil_div(end, c) - block, 0)
 
     def steps(self) -> int | None:
         """Return the most blocks that an own block visits; None if each visits all."""
         _, count = self.ranges()
-        blocks = -(-self.lengths[1] // self.tile[1])
+        blocks = ceil_div(self.lengths[1], self.tile[1])
         return None if count.min() == blocks else max(1, int(count.max()))
 
     def table(self, prefetch: bool) -> Table | None:

@@ -141,8 +141,8 @@ def linear_cross_entropy(
         three products instead of four. That takes O(H * V) memory: a gradient of the kernel in
         float32, and a block of logits for all words, of about 2 GiB (docs/losses.md). The gradients
         of x and kernel are kept, in their dtypes, until the backward multiplies them by the
-        cotangent. The gradient is made as without `reduction`, in the least memory, on other
-        devices, under vmap, where arrays may be sharded, and with `chunk_size`, `vocab_axis` or
+        cotangent. In other calls the gradient is computed as without `reduction`: on other devices,
+        under vmap, where arrays may be sharded, and with `chunk_size`, `vocab_axis` or
         `return_lse`.
       weights: [*B], float, the weight of each token, for use with `reduction`. A token of weight 0
         adds nothing, even if its loss is inf. Default: 1.

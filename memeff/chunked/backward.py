@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import in_blocks, one_tile_with_bias, uses_gpu_fusion
+from memeff.chunked.eligible import one_tile_with_bias, runs_by_blocks, uses_gpu_fusion
 from memeff.chunked.export import pad_axis, pad_lengths
 from memeff.chunked.floats import all_true, apply_unless, lift_float16
 from memeff.chunked.gpu_fusion import Fp16Scales, RowBounds, fp16_scales, row_bounds
@@ -84,7 +84,7 @@ def backward(
         padded = _backward(problem, schedule, padded_operands, *rows)
         inputs = Gradients(*operands[:3], operands.logit_params)
         return jax.tree.map(lambda g, x: lax.slice(g, (0,) * g.ndim, x.shape), padded, inputs)
-    if schedule.head_block and in_blocks(problem, schedule, operands):
+    if runs_by_blocks(problem, schedule, operands):
         whole = dataclasses.replace(schedule, head_block=None)
         call = functools.partial(_backward, problem, whole)
         query, key, value = map(jnp.zeros_like, operands[:3])

@@ -69,9 +69,10 @@ def uses_gpu_fusion(problem: Problem, schedule: Schedule, operands: Operands) ->
     return fused and linear and fixed_max_applies(problem, schedule, operands)
 
 
-def in_blocks(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
+def runs_by_blocks(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
     """Return whether whole loops run for one block of heads after the other: on GPUs, if plain.
 
     Otherwise a block would copy its part of arrays T x S.
     """
-    return logits_plain(problem, operands) and uses_gpu_fusion(problem, schedule, operands)
+    plain = schedule.head_block is not None and logits_plain(problem, operands)
+    return plain and uses_gpu_fusion(problem, schedule, operands)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from memeff.chunked.eligible import fixed_max_applies, in_blocks, one_tile_with_bias
+from memeff.chunked.eligible import fixed_max_applies, one_tile_with_bias, runs_by_blocks
 from memeff.chunked.export import pad_lengths
 from memeff.chunked.few_queries import (
     few_queries_forward,
@@ -66,7 +66,7 @@ def forward(
     if not fixed_max:
         sums = online_forward(problem, schedule, operands)
         return divide_sums(schedule, operands, sums, log_sum_exp)
-    if schedule.head_block and in_blocks(problem, schedule, operands):
+    if runs_by_blocks(problem, schedule, operands):
         o, l = empty_rows(operands)
         whole = dataclasses.replace(schedule, head_block=None)
         call = functools.partial(forward, problem, whole, lse_for=lse_for)

@@ -35,7 +35,8 @@ class Prefetch(NamedTuple):
 
     rows: tuple[Any, ...]  # B K G T, as `make` gets them
     make: Callable[[Tile], Array]  # makes Tile.prefetched, from a product of its own
-    with_mask: bool = True  # False: a step computes its mask, and the last tile is not in the loop
+    # compute the mask of a tile a step ahead, too; otherwise visit the last tile after the loop
+    with_mask: bool = True
 
 
 def run_by_blocks(

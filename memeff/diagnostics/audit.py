@@ -300,15 +300,15 @@ def _compare_samples(call: _Call, results, sample_keys, samples: int) -> Audit:
     column_places = [(b, s, k) for b, k, s in columns.tolist()]
     named = devices if axes else 0
     findings = (
-        *_findings(of_rows, Places(row_places, shape.T // devices, named)),
-        *_findings(of_columns, Places(column_places, shape.S // devices, named)),
+        *_findings(of_rows, Samples(row_places, shape.T // devices, named)),
+        *_findings(of_columns, Samples(column_places, shape.S // devices, named)),
     )
     _, truth, _ = of_rows  # not the lse of the call, which may be wrong
     largest_lse = float(np.abs(truth.lse[np.isfinite(truth.lse)]).max(initial=0))
     return Audit(findings, samples, operands.query.dtype.name, axes, largest_lse)
 
 
-class Places(NamedTuple):
+class Samples(NamedTuple):
     """The positions of samples, and their device in a sharded sequence."""
 
     places: list[tuple[int, ...]]  # batch entry, token and head
@@ -316,19 +316,19 @@ class Places(NamedTuple):
     devices: int  # 0: the sequence is not sharded
 
 
-def _findings(samples: Any, places: Places) -> list[Finding]:
+def _findings(results: Any, samples: Samples) -> list[Finding]:
     """Return the findings of rows, or of columns, as `one_row` and `one_column` return them."""
-    actual, truth, size_of_terms = samples
+    actual, truth, size_of_terms = results
     findings = []
     for name in actual._fields:
         cancels = name in ("query", "key")
         least = PART * np.abs(size_of_terms).max(initial=0) if cancels else 0.0
-        findings.append(_compare(name, getattr(actual, name), getattr(truth, name), places, least))
+        findings.append(_compare(name, getattr(actual, name), getattr(truth, name), samples, least))
     return findings
 
 
 def _compare(
-    name: str, actual: np.ndarray, truth: np.ndarray, samples: Places, least: float
+    name: str, actual: np.ndarray, truth: np.ndarray, samples: Samples, least: float
 ) -> Finding:
     """Return the largest error of `actual`, whose samples are at `samples`.
 

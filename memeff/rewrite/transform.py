@@ -47,9 +47,9 @@ def replace_attention(
     * If the program subtracts no maximum, and its exp overflows or underflows, memeff's does not.
       NaN and Inf that no query sees do not reach the result.
 
-    Memory: O(T + S) for each attention that is replaced, forward and gradient. T x S arrays that
-    the program makes for a mask or a bias stay, unless it makes them, element by element, of
-    positions or of smaller arrays.
+    Memory: O(T + S) for each attention that is replaced, forward and gradient. A T x S mask or bias
+    of the program stays, unless the program computes it, element by element, from positions or
+    smaller arrays.
 
     Differentiate the new function: `jax.grad(replace_attention(f))`. A gradient inside f needs the
     probabilities, so `replace_attention(jax.grad(f))` raises an error.

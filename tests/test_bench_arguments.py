@@ -9,6 +9,13 @@ from memeff.bench import arguments
 from memeff.bench.tables import TIMED_MODES
 
 
+@pytest.mark.parametrize("name", ["torch", "memeff:gpu", "jax.nn:cuda"])
+def test_a_misspelt_name_is_not_measured_as_another(name):
+    (case, *_) = arguments.CASES.values()
+    (row, *_) = arguments.argument_rows([case._replace(T=16)], [name], 1, 1)
+    assert f"implementation '{name}' is not known: use one of memeff" in row["note"]
+
+
 @pytest.mark.slow
 def test_every_argument_is_timed_and_saved(monkeypatch, tmp_path, capsys):
     cases = {extra: arguments.ArgumentCase(1, 16, 2, 8, extra) for extra in arguments.EXTRAS}

@@ -44,6 +44,15 @@ def test_losses_agree_and_fill_a_table(tmp_path, capsys):
     assert page.text.split("\n", 1)[1].rsplit("\n", 1)[0] in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["memeff:men", "optax:8", "tokamax:xla", "jla:mean"])
+def test_a_misspelt_variant_is_not_measured_as_another(name):
+    """It ran as the library's default, and the table had its figures under the wrong name."""
+    with pytest.raises(
+        ValueError, match=f"implementation '{name}' is not known: use one of memeff"
+    ):
+        losses.mean_loss(name)
+
+
 def test_calls_that_do_not_fit_are_not_compiled(monkeypatch):
     monkeypatch.setattr(losses, "device_bytes", lambda: 2.0**20)
     case = losses.LossCase(1024, 1024, 16, "float32")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import memeff.bench.__main__ as command_line
+from memeff.bench import arguments as arguments_bench
 from memeff.bench import devices, losses, memory_markdown, tables
 from memeff.bench.cases import Case, case_row
 from memeff.bench.report import write_report
@@ -252,6 +253,11 @@ def rows_of_losses(seconds):
         yield {"tokens": tokens, "features": 8, "implementation": "memeff"} | times
 
 
+def rows_of_arguments(seconds):
+    for row in rows_of_losses(seconds):
+        yield row | {"B": 1, "T": row["tokens"], "N": 2, "H": 8, "extra": "plain"}
+
+
 def rows_of_devices(seconds):
     sizes = {"devices": 2, "heads": 2, "kv_heads": 2, "head_dim": 8}
     for row, x in zip(rows_of_losses(seconds), seconds, strict=True):
@@ -264,6 +270,7 @@ def rows_of_devices(seconds):
     [
         ("speed", command_line, "speed_table", rows_of_speed, 1001),  # 4 digits
         ("losses", losses, "loss_rows", rows_of_losses, 101),
+        ("arguments", arguments_bench, "argument_rows", rows_of_arguments, 101),
         ("devices", devices, "devices_rows", rows_of_devices, 101),
     ],
 )
@@ -281,14 +288,17 @@ def test_the_printed_table_is_that_of_the_saved_rows(
 @pytest.mark.parametrize(
     ("description", "sentence"),
     [
-        ({"table": "speed"}, "describes no table of memory: choose another file."),
-        ({"table": "memory", "rows_from": []}, "takes its rows from other files: save to those."),
+        ({"table": "speed"}, "describes no table of {}: choose another file."),
+        ({"table": "{}", "rows_from": []}, "takes its rows from other files: save to those."),
     ],
 )
-def test_save_keeps_what_another_table_has(tmp_path, description, sentence):
+@pytest.mark.parametrize("command", ["memory", "hard", "losses", "arguments", "devices"])
+def test_save_keeps_what_another_table_has(tmp_path, command, description, sentence):
+    """It says so before anything is measured."""
     path = tmp_path / "x.jsonl"
+    description = description | {"table": description["table"].format(command)}
     path.write_text(json.dumps(description) + "\n")
     with pytest.raises(SystemExit) as end:
-        command_line.main(["memory", "--length", "64", "--save", str(path)])
-    assert sentence in str(end.value.code)
+        command_line.main([command, "--save", str(path)])
+    assert sentence.format(command) in str(end.value.code)
     assert read_lines(path) == [description]

@@ -6,6 +6,7 @@ medians of samples taken in turns.
 
   memeff         dot_product_attention; dropout with dropout_bits="mix32"
   memeff:xla     the same with implementation="xla", the chunked path
+  memeff:pallas  the same with implementation="pallas", the kernels for this GPU
   memeff:ampere  the same with the kernels for GPUs since Ampere, which a Hopper GPU runs as well
   jax.nn         jax.nn.dot_product_attention from XLA
   jax.nn:cudnn   the same with implementation="cudnn"
@@ -27,12 +28,19 @@ from jax import Array
 import memeff
 from memeff.bench.cases import Row
 from memeff.bench.options import add_measuring_options, new_parser
-from memeff.bench.programs import compile_all, measuring_command, record_rows, timed_rows
+from memeff.bench.programs import (
+    check_known,
+    compile_all,
+    measuring_command,
+    record_rows,
+    timed_rows,
+)
 from memeff.bench.tables import TIMED_MODES, arguments_markdown
 from memeff.pallas.ampere import capability
 
 SECONDS_PER_SAMPLE = 0.02
 STANDARD = ("memeff", "memeff:xla", "jax.nn", "jax.nn:cudnn")
+NAMES = (*STANDARD, "memeff:pallas", "memeff:ampere")
 EXTRAS = ("plain", "bias", "mask", "dropout", "threefry", "scale", "soft cap")
 
 
@@ -105,6 +113,7 @@ def family(name: str) -> contextlib.AbstractContextManager:
 
 def compiled(name: str, case: ArgumentCase, mode: str) -> jax.stages.Compiled:
     """Compile a call from its shapes."""
+    check_known(name, NAMES)
     library = jax.nn if name.startswith("jax.nn") else memeff
     attend = functools.partial(library.dot_product_attention, **constants_of(name, case))
 

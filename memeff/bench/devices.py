@@ -51,7 +51,13 @@ from memeff.bench.options import (
     new_parser,
 )
 from memeff.bench.plots import devices_figure, save_figure
-from memeff.bench.programs import compile_all, measuring_command, record_rows, timed_rows
+from memeff.bench.programs import (
+    check_known,
+    compile_all,
+    measuring_command,
+    record_rows,
+    timed_rows,
+)
 from memeff.bench.results import read_results
 from memeff.bench.tables import TIMED_MODES, devices_markdown
 from memeff.device import set_copied_messages
@@ -104,6 +110,7 @@ def mesh_and_sharding(name: str, count: int) -> tuple[Mesh | None, Sharding]:
 
 def attention(name: str, mesh: Mesh | None) -> Attention:
     """Return the causal attention called `name` of whole arrays."""
+    check_known(name, STANDARD)
     if name in ALONE:
         return functools.partial(memeff.dot_product_attention, is_causal=True)
     if name == "jla:ring":
@@ -120,8 +127,6 @@ def attention(name: str, mesh: Mesh | None) -> Attention:
             sequence_layout="zigzag",
             context_parallel="all_to_all" if two else name,
         )
-    elif name != "jax.nn:all_gather":
-        raise ValueError(f"implementation {name!r} is not known: see --help.")
     spec = PartitionSpec(None, mesh.axis_names)
     return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)
 

@@ -27,11 +27,18 @@ import memeff
 from memeff.bench.cases import Row
 from memeff.bench.device import device_bytes
 from memeff.bench.options import add_dtype, add_measuring_options, add_size, new_parser
-from memeff.bench.programs import compile_all, measuring_command, record_rows, timed_rows
+from memeff.bench.programs import (
+    check_known,
+    compile_all,
+    measuring_command,
+    record_rows,
+    timed_rows,
+)
 from memeff.bench.tables import TIMED_MODES, losses_markdown
 
 SECONDS_PER_SAMPLE = 0.05
 STANDARD = ("memeff", "memeff:mean", "optax", "optax:16", "tokamax", "jla", "jla:objective")
+NAMES = (*STANDARD, "memeff:chunked", "jla:xla")
 
 
 class LossCase(NamedTuple):
@@ -56,6 +63,7 @@ class LossCase(NamedTuple):
 
 def mean_loss(name: str) -> Callable[[Array, Array, Array], Array]:
     """Return the function from hidden states, kernel and labels to the mean loss."""
+    check_known(name, NAMES)
     library, _, variant = name.partition(":")
     if library == "memeff":
         return _memeff_mean(variant)
@@ -75,9 +83,7 @@ def mean_loss(name: str) -> Callable[[Array, Array, Array], Array]:
             return tokamax.linear_softmax_cross_entropy_loss(x, labels, kernel, reduction="mean")
 
         return tokamax_mean
-    if library == "jla":
-        return _jla_mean(variant)
-    raise ValueError(f"implementation {name!r} is not known: see --help.")
+    return _jla_mean(variant)
 
 
 def _memeff_mean(variant: str) -> Callable[..., Array]:

@@ -26,6 +26,12 @@ from memeff.bench.speed import measure
 from memeff.bench.tables import TIMED_MODES
 
 
+def check_known(name: str, names: Sequence[str]) -> None:
+    """Refuse the name of an implementation that a table does not have, because it is misspelt."""
+    if name not in names:
+        raise ValueError(f"implementation {name!r} is not known: use one of {', '.join(names)}.")
+
+
 def compile_all(
     compile_call: Callable[..., Any], calls: Sequence[tuple], jobs: int
 ) -> dict[tuple, Any]:

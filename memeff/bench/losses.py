@@ -17,6 +17,7 @@ import argparse
 import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -38,7 +39,6 @@ from memeff.bench.tables import TIMED_MODES, losses_markdown
 
 SECONDS_PER_SAMPLE = 0.05
 STANDARD = ("memeff", "memeff:mean", "optax", "optax:16", "tokamax", "jla", "jla:objective")
-NAMES = (*STANDARD, "memeff:chunked", "jla:xla")
 
 
 class LossCase(NamedTuple):
@@ -61,64 +61,54 @@ class LossCase(NamedTuple):
         ]
 
 
-def mean_loss(name: str) -> Callable[[Array, Array, Array], Array]:
-    """Return the function from hidden states, kernel and labels to the mean loss."""
-    check_known(name, NAMES)
-    library, _, variant = name.partition(":")
-    if library == "memeff":
-        return _memeff_mean(variant)
-    if library == "optax":
-        optax = importlib.import_module("optax")
-        dtype = None if variant == "16" else jnp.float32
-
-        def optax_mean(x, kernel, labels):
-            logits = jnp.dot(x, kernel, preferred_element_type=dtype)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-        return optax_mean
-    if library == "tokamax":
-        tokamax = importlib.import_module("tokamax")
-
-        def tokamax_mean(x, kernel, labels):
-            return tokamax.linear_softmax_cross_entropy_loss(x, labels, kernel, reduction="mean")
-
-        return tokamax_mean
-    return _jla_mean(variant)
+def memeff_mean(x, kernel, labels, chunk_size=None):
+    """Return the mean of memeff's losses of tokens."""
+    return memeff.linear_cross_entropy(x, kernel, labels, chunk_size=chunk_size).mean()
 
 
-def _memeff_mean(variant: str) -> Callable[..., Array]:
-    """Return memeff's mean loss."""
-    if variant == "mean":
-
-        def mean(x, kernel, labels):
-            return memeff.linear_cross_entropy(x, kernel, labels, reduction="mean")
-
-        return mean
-    chunk_size = (8192, 8192) if variant == "chunked" else None  # the default's size on a GPU
-
-    def mean_of_tokens(x, kernel, labels):
-        return memeff.linear_cross_entropy(x, kernel, labels, chunk_size=chunk_size).mean()
-
-    return mean_of_tokens
+def optax_mean(x, kernel, labels, dtype=None):
+    """Return the mean of optax's losses of logits in `dtype`; None: in that of x."""
+    optax = importlib.import_module("optax")
+    logits = jnp.dot(x, kernel, preferred_element_type=dtype)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def _jla_mean(variant: str) -> Callable[..., Array]:
+def tokamax_mean(x, kernel, labels):
+    """Return tokamax's mean loss."""
+    tokamax = importlib.import_module("tokamax")
+    return tokamax.linear_softmax_cross_entropy_loss(x, labels, kernel, reduction="mean")
+
+
+def jla_mean(x, kernel, labels, impl="auto"):
     """Return jax-linear-attention's mean loss."""
     losses = importlib.import_module("jla.ops.cross_entropy")
+    return losses.linear_cross_entropy(x, kernel, labels, impl=impl).loss_sum / len(labels)
 
-    def mean(x, kernel, labels):
-        if variant == "objective":
-            loss = losses.linear_cross_entropy_objective(x, kernel, labels)
-            return loss.objective_sum / len(labels)
-        loss = losses.linear_cross_entropy(x, kernel, labels, impl=variant or "auto")
-        return loss.loss_sum / len(labels)
 
-    return mean
+def jla_objective(x, kernel, labels):
+    """Return the mean of jax-linear-attention's objective."""
+    losses = importlib.import_module("jla.ops.cross_entropy")
+    return losses.linear_cross_entropy_objective(x, kernel, labels).objective_sum / len(labels)
+
+
+# From hidden states, kernel and labels to the mean loss.
+MEANS: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "memeff": memeff_mean,
+    "memeff:chunked": partial(memeff_mean, chunk_size=(8192, 8192)),  # the default's on a GPU
+    "memeff:mean": partial(memeff.linear_cross_entropy, reduction="mean"),
+    "optax": partial(optax_mean, dtype=jnp.float32),
+    "optax:16": optax_mean,
+    "tokamax": tokamax_mean,
+    "jla": jla_mean,
+    "jla:xla": partial(jla_mean, impl="xla"),
+    "jla:objective": jla_objective,
+}
 
 
 def compiled(name: str, case: LossCase, mode: str) -> jax.stages.Compiled:
     """Compile a call from its shapes."""
-    call = mean_loss(name)
+    check_known(name, MEANS)
+    call = MEANS[name]
     if mode != "forward":
         call = jax.value_and_grad(call, (0, 1))
     return jax.jit(call).lower(*case.shapes(name)).compile()

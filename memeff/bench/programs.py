@@ -26,7 +26,7 @@ from memeff.bench.speed import measure
 from memeff.bench.tables import TIMED_MODES
 
 
-def check_known(name: str, names: Sequence[str]) -> None:
+def check_known(name: str, names: Iterable[str]) -> None:
     """Refuse the name of an implementation that a table does not have, because it is misspelt."""
     if name not in names:
         raise ValueError(f"implementation {name!r} is not known: use one of {', '.join(names)}.")

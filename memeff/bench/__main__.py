@@ -28,7 +28,6 @@ calls. With --json each line is written as soon as it is measured, so a crash lo
 
 import argparse
 import itertools
-import json
 import os
 import shlex
 import sys
@@ -42,10 +41,8 @@ from memeff.bench.device import machine
 from memeff.bench.memory import memory_table
 from memeff.bench.options import parse
 from memeff.bench.plots import chart, figure, save_figure
-from memeff.bench.programs import description_for, measuring_command
-from memeff.bench.results import measurement, save_results, shortened
+from memeff.bench.programs import measuring_command, record_table
 from memeff.bench.speed import speed_table
-from memeff.bench.tables import memory_markdown, speed_markdown
 
 COMMANDS = {
     "hard": hard,
@@ -80,22 +77,11 @@ def run_doctor(names: Sequence[str]) -> None:
 
 def run_table(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Measure, print and store the table of memory or of speed."""
-    rows = []
-    records = []
-    command = measuring_command(arguments)
-    description = description_for(options.save, options.table)
-    with open(options.json or os.devnull, "a") as file:
-        for row in measured_rows(options):
-            record = measurement(row, command)
-            rows.append(row)
-            records.append(record)
-            print(json.dumps(record), file=file, flush=True)
     print(machine_text(), f"`python -m memeff.bench {shlex.join(arguments)}`:")
     print(sizes_text(options) + "\n")
-    to_markdown = memory_markdown if options.table == "memory" else speed_markdown
-    print(to_markdown([shortened(row) for row in rows]))
-    if options.save:
-        save_results(Path(options.save), description, records)
+    command = measuring_command(arguments)
+    with open(options.json or os.devnull, "a") as file:
+        rows = record_table(measured_rows(options), command, options.save, options.table, file)
     if options.plot:
         draw(rows, options)
 

@@ -32,10 +32,10 @@ from memeff.bench.programs import (
     check_known,
     compile_all,
     measuring_command,
-    record_rows,
+    record_table,
     timed_rows,
 )
-from memeff.bench.tables import TIMED_MODES, arguments_markdown
+from memeff.bench.tables import TIMED_MODES
 from memeff.pallas.ampere import capability
 
 SECONDS_PER_SAMPLE = 0.02
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str]) -> None:
     command = measuring_command(["arguments", *arguments])
     cases = [CASES[name] for name in options.case]
     rows = argument_rows(cases, options.implementation, options.rounds, options.jobs)
-    print(arguments_markdown(record_rows(rows, command, options.save, "arguments")))
+    record_table(rows, command, options.save, "arguments")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

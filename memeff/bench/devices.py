@@ -55,11 +55,11 @@ from memeff.bench.programs import (
     check_known,
     compile_all,
     measuring_command,
-    record_rows,
+    record_table,
     timed_rows,
 )
-from memeff.bench.results import read_results
-from memeff.bench.tables import TIMED_MODES, devices_markdown
+from memeff.bench.results import read_results, results_markdown
+from memeff.bench.tables import TIMED_MODES
 from memeff.device import set_copied_messages
 
 SECONDS_PER_SAMPLE = 0.1
@@ -239,10 +239,19 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     if options.results:
         path = Path(options.results)
-        show(read_results(path.parent, path.stem).rows, options.plot)
-        return
+        results = read_results(path.parent, path.stem)
+        rows = results.rows
+        print(results_markdown(results))
+    else:
+        command = measuring_command(["devices", *arguments])
+        rows = record_table(asked_rows(options), command, options.save, "devices")
+    if options.plot:
+        save_figure(devices_figure(rows), options.plot)
+
+
+def asked_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Return the rows of the table that the options ask for, which come case by case."""
     set_copied_messages()
-    command = measuring_command(["devices", *arguments])
     counts = options.devices or [jax.device_count()]
     if max(counts) > jax.device_count():
         sys.exit(
@@ -254,15 +263,7 @@ def main(arguments: Sequence[str]) -> None:
         heads = options.heads, options.kv_heads or options.heads
         cases.append(DevicesCase(count, length, *heads, options.head_dim, options.dtype))
     names = [*ALONE, *(name for name in options.implementation if name not in ALONE)]
-    rows = devices_rows(cases, names, options.rounds, options.jobs)
-    show(record_rows(rows, command, options.save, "devices"), options.plot)
-
-
-def show(rows: Sequence[Row], plot: str | None) -> None:
-    """Print a table of rows, and draw them where a file is named."""
-    print(devices_markdown(rows))
-    if plot:
-        save_figure(devices_figure(rows), plot)
+    return devices_rows(cases, names, options.rounds, options.jobs)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -31,8 +31,7 @@ from memeff.bench.hard_paths import (
     run_path,
 )
 from memeff.bench.options import add_save, new_parser
-from memeff.bench.programs import measuring_command, record_rows
-from memeff.bench.tables import hard_markdown
+from memeff.bench.programs import measuring_command, record_table
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     command = measuring_command(["hard", *arguments])
     rows = hard_table(options.only or list(CASES), memeff_paths())
-    print(hard_markdown(record_rows(rows, command, options.save, "hard")))
+    record_table(rows, command, options.save, "hard")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

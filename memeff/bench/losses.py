@@ -32,10 +32,10 @@ from memeff.bench.programs import (
     check_known,
     compile_all,
     measuring_command,
-    record_rows,
+    record_table,
     timed_rows,
 )
-from memeff.bench.tables import TIMED_MODES, losses_markdown
+from memeff.bench.tables import TIMED_MODES
 
 SECONDS_PER_SAMPLE = 0.05
 STANDARD = ("memeff", "memeff:mean", "optax", "optax:16", "tokamax", "jla", "jla:objective")
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str]) -> None:
         for length in options.tokens:
             cases.append(LossCase(length, options.words, features, options.dtype))
     rows = loss_rows(cases, options.implementation, options.rounds, options.jobs)
-    print(losses_markdown(record_rows(rows, command, options.save, "losses")))
+    record_table(rows, command, options.save, "losses")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

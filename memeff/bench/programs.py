@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -16,6 +16,7 @@ from memeff.bench.calls import program_run
 from memeff.bench.cases import Row
 from memeff.bench.formatting import progress
 from memeff.bench.results import (
+    TO_MARKDOWN,
     ResultsError,
     description_to_keep,
     measurement,
@@ -97,19 +98,22 @@ def timed_rows(
     return rows, samples
 
 
-def record_rows(rows: Iterable[Row], command: str, path: str | None, table: str) -> list[Row]:
-    """Print each result as it comes, and return all as they are saved.
+def record_table(
+    rows: Iterable[Row], command: str, path: str | None, table: str, file: TextIO | None = None
+) -> list[Row]:
+    """Write each result to `file` (None: print it) as it comes, then print the table.
 
-    Write them to `path`, if it is given, as results of `table`.
+    Save the results to `path`, if it is given, as those of `table`. Return them with all digits.
     """
     records = []
     description = description_for(path, table)
     for row in rows:
         records.append(measurement(row, command))
-        print(json.dumps(records[-1]), flush=True)
+        print(json.dumps(records[-1]), file=file, flush=True)
     if path:
         save_results(Path(path), description, records)
-    return [shortened(record) for record in records]
+    print(TO_MARKDOWN[table]([shortened(record) for record in records]))
+    return records
 
 
 def description_for(path: str | None, table: str) -> dict[str, Any]:

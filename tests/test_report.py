@@ -100,70 +100,55 @@ def test_a_table_without_lines_is_filled(tmp_path):
     assert text == f"<!-- table: kernels -->\n{CELLS_TABLE}\n<!-- end -->\n"
 
 
-@pytest.mark.parametrize(
-    ("pages", "tables", "problem"),
-    [
-        ({"README.md": page("lost", "")}, {}, "README.md: table lost: "),
-        ({}, {"unused": CELLS}, "docs/benchmarks/unused.jsonl: no page shows this table."),
-        (
-            {"docs/a.md": "<!-- table: lost -->\n"},
-            {},
-            "docs/a.md: a marker of a table has no partner.",
-        ),
-        ({"docs/a.md": "<!-- end -->\n"}, {}, "docs/a.md: a marker of a table has no partner."),
-        (
-            {"docs/a.md": "<!-- table: x -->\nText.\n" + page("x", CELLS_TABLE)},
-            {"x": CELLS},
-            "docs/a.md: a marker of a table has no partner.",
-        ),
-        ({"README.md": page("x", "")}, {"x": [{"kind": "speed"}]}, "must begin with one of"),
-        (
-            {"README.md": page("x", "")},
-            {"x": [{"table": "speed", "columns": ["speed"]}, SPEED]},
-            "table x: no result or column has the name 'speed'.",
-        ),
-        (
-            {"README.md": page("x", "")},
-            {"x": [{"table": "memory", "columns": ["peak"]}, SPEED | {"input_bytes": 1}]},
-            "table x: no result or column has the name 'peak'.",
-        ),
-        (
-            {"README.md": page("x", "")},
-            {"x": [{"table": "losses", "columns": ["peak"]}, LOSS]},
-            "table x: no result or column has the name 'peak'.",
-        ),
-        (
-            {"README.md": page("x", "")},
-            {"x": [{"table": "memory"}, SPEED]},
-            "table x: no result or column has the name 'input_bytes'.",
-        ),
-        ({"README.md": page("x", "")}, {"x": CELLS[:1]}, "x.jsonl has no results."),
-        (
-            {"README.md": page("x", "") + page("y", CELLS_TABLE)},
-            {
-                "x": [{"table": "cells", "rows_from": [{"name": "y", "where": {"shape": ["4k"]}}]}],
-                "y": CELLS,
-            },
-            "table x: y.jsonl lacks a shape of ['4k'].",
-        ),
-    ],
-    ids=[
-        "no results",
-        "no page",
-        "no end",
-        "no beginning",
-        "no end of the first",
-        "no description",
-        "no column of speed",
-        "no column of memory",
-        "no column of losses",
-        "no field",
-        "no rows",
-        "no such row",
-    ],
-)
+NO_PARTNER = "docs/a.md: a marker of a table has no partner."
+PAGE_OF_X = {"README.md": page("x", "")}
+PROBLEMS = {  # pages, tables, and what is said of them
+    "no results": ({"README.md": page("lost", "")}, {}, "README.md: table lost: "),
+    "no page": ({}, {"unused": CELLS}, "docs/benchmarks/unused.jsonl: no page shows this table."),
+    "no end": ({"docs/a.md": "<!-- table: lost -->\n"}, {}, NO_PARTNER),
+    "no beginning": ({"docs/a.md": "<!-- end -->\n"}, {}, NO_PARTNER),
+    "no end of the first": (
+        {"docs/a.md": "<!-- table: x -->\nText.\n" + page("x", CELLS_TABLE)},
+        {"x": CELLS},
+        NO_PARTNER,
+    ),
+    "no description": (PAGE_OF_X, {"x": [{"kind": "speed"}]}, "must begin with one of"),
+    "no column of speed": (
+        PAGE_OF_X,
+        {"x": [{"table": "speed", "columns": ["speed"]}, SPEED]},
+        "table x: no result or column has the name 'speed'.",
+    ),
+    "no column of memory": (
+        PAGE_OF_X,
+        {"x": [{"table": "memory", "columns": ["peak"]}, SPEED | {"input_bytes": 1}]},
+        "table x: no result or column has the name 'peak'.",
+    ),
+    "no column of losses": (
+        PAGE_OF_X,
+        {"x": [{"table": "losses", "columns": ["peak"]}, LOSS]},
+        "table x: no result or column has the name 'peak'.",
+    ),
+    "no field": (
+        PAGE_OF_X,
+        {"x": [{"table": "memory"}, SPEED]},
+        "table x: no result or column has the name 'input_bytes'.",
+    ),
+    "no rows": (PAGE_OF_X, {"x": CELLS[:1]}, "x.jsonl has no results."),
+    "no such row": (
+        {"README.md": page("x", "") + page("y", CELLS_TABLE)},
+        {
+            "x": [{"table": "cells", "rows_from": [{"name": "y", "where": {"shape": ["4k"]}}]}],
+            "y": CELLS,
+        },
+        "table x: y.jsonl lacks a shape of ['4k'].",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("check", [False, True])
-def test_what_does_not_fit_is_a_problem(tmp_path, pages, tables, problem, check):
+def test_what_does_not_fit_is_a_problem(tmp_path, name, check):
+    pages, tables, problem = PROBLEMS[name]
     root = repository(tmp_path, pages, tables)
     before = pages_below(root)
     (sentence,) = write_report(root, check=check)
@@ -172,7 +157,7 @@ def test_what_does_not_fit_is_a_problem(tmp_path, pages, tables, problem, check)
 
 
 def test_a_broken_line_is_named(tmp_path):
-    root = repository(tmp_path, {"README.md": page("x", "")}, {"x": CELLS})
+    root = repository(tmp_path, PAGE_OF_X, {"x": CELLS})
     path = root / FOLDER / "x.jsonl"
     path.write_text(path.read_text() + "{broken\n")
     (sentence,) = write_report(root, check=True)

@@ -19,89 +19,80 @@ f32 = np.float32
 
 # ---- pictures typed by hand; a row is a query, a column a key, # may attend
 
+
+def picture(text, **arguments):
+    """Return the arguments of a call, and the picture of its mask."""
+    return arguments, text
+
+
 PICTURES = {
-    "causal": ({"is_causal": True}, "#.... ##... ###.. ####."),
-    "causal, more queries": ({"is_causal": True}, "#.. ##. ### ### ###"),
-    "causal, offset 1": ({"is_causal": True, "q_offset": 1}, "##... ###.. ####. #####"),
-    "causal, bottom right": ({"is_causal": True, "q_offset": 2}, "###... ####.. #####. ######"),
-    "causal, offset -2": ({"is_causal": True, "q_offset": -2}, "..... ..... #.... ##..."),
-    "causal, offset past the end": ({"is_causal": True, "q_offset": 9}, "##### ##### #####"),
-    "causal, offset as array": (
-        {"is_causal": True, "q_offset": np.array([1])},
-        "##... ###.. ####. #####",
+    "causal": picture("#.... ##... ###.. ####.", is_causal=True),
+    "causal, more queries": picture("#.. ##. ### ### ###", is_causal=True),
+    "causal, offset 1": picture("##... ###.. ####. #####", is_causal=True, q_offset=1),
+    "causal, bottom right": picture("###... ####.. #####. ######", is_causal=True, q_offset=2),
+    "causal, offset -2": picture("..... ..... #.... ##...", is_causal=True, q_offset=-2),
+    "causal, offset past the end": picture("##### ##### #####", is_causal=True, q_offset=9),
+    "causal, offset as array": picture(
+        "##... ###.. ####. #####", is_causal=True, q_offset=np.array([1])
     ),
-    "window (1, 0)": ({"local_window_size": (1, 0)}, "#.... ##... .##.. ..##."),
-    "window (0, 0)": ({"local_window_size": (0, 0)}, "#.... .#... ..#.. ...#. ....# ....."),
-    "window 1": ({"local_window_size": 1}, "##... ###.. .###. ..###"),
-    "window (1, 2)": ({"local_window_size": (1, 2)}, "###.. ####. .#### ..### ...##"),
-    "window (2, None)": ({"local_window_size": (2, None)}, "##### ##### ##### .#### ..###"),
-    "window (None, 1)": ({"local_window_size": (None, 1)}, "##... ###.. ####. #####"),
-    "window wider than all": ({"local_window_size": (7, 9)}, "##### ##### #####"),
-    "window of 2 ** 40": ({"local_window_size": 2**40, "q_offset": 2**29 - 1}, "##### ##### #####"),
-    "window just past the end": (
-        {"local_window_size": (1, 1), "q_offset": 4},
-        "...## ....# ..... .....",
+    "window (1, 0)": picture("#.... ##... .##.. ..##.", local_window_size=(1, 0)),
+    "window (0, 0)": picture("#.... .#... ..#.. ...#. ....# .....", local_window_size=(0, 0)),
+    "window 1": picture("##... ###.. .###. ..###", local_window_size=1),
+    "window (1, 2)": picture("###.. ####. .#### ..### ...##", local_window_size=(1, 2)),
+    "window (2, None)": picture("##### ##### ##### .#### ..###", local_window_size=(2, None)),
+    "window (None, 1)": picture("##... ###.. ####. #####", local_window_size=(None, 1)),
+    "window wider than all": picture("##### ##### #####", local_window_size=(7, 9)),
+    "window of 2 ** 40": picture("##### ##### #####", local_window_size=2**40, q_offset=2**29 - 1),
+    "window just past the end": picture(
+        "...## ....# ..... .....", local_window_size=(1, 1), q_offset=4
     ),
-    "window far past the end": (
-        {"local_window_size": (1, 1), "q_offset": 2**29 - 1},
-        "..... .....",
+    "window far past the end": picture("..... .....", local_window_size=(1, 1), q_offset=2**29 - 1),
+    "window before the start": picture(
+        "..... #.... ##... ###..", local_window_size=(1, 1), q_offset=-2
     ),
-    "window before the start": (
-        {"local_window_size": (1, 1), "q_offset": -2},
-        "..... #.... ##... ###..",
+    "window 1, causal": picture("#.... ##... .##.. ..##.", local_window_size=1, is_causal=True),
+    "window (2, 1), causal, offset": picture(
+        "##... ###.. .###. ..###", local_window_size=(2, 1), is_causal=True, q_offset=1
     ),
-    "window 1, causal": ({"local_window_size": 1, "is_causal": True}, "#.... ##... .##.. ..##."),
-    "window (2, 1), causal, offset": (
-        {"local_window_size": (2, 1), "is_causal": True, "q_offset": 1},
-        "##... ###.. .###. ..###",
+    "window (0, 0), offset 2": picture(
+        "..#.. ...#. ....# .....", local_window_size=(0, 0), q_offset=2
     ),
-    "window (0, 0), offset 2": (
-        {"local_window_size": (0, 0), "q_offset": 2},
-        "..#.. ...#. ....# .....",
+    "window (1, 0), offset as array": picture(
+        "..... #.... ##... .##..", local_window_size=(1, 0), q_offset=np.array([-1])
     ),
-    "window (1, 0), offset as array": (
-        {"local_window_size": (1, 0), "q_offset": np.array([-1])},
-        "..... #.... ##... .##..",
+    "key length 3": picture("###.. ###.. ###..", key_value_seq_lengths=np.array([3])),
+    "key length 3, causal": picture(
+        "#.... ##... ###.. ###.. ###..", key_value_seq_lengths=np.array([3]), is_causal=True
     ),
-    "key length 3": ({"key_value_seq_lengths": np.array([3])}, "###.. ###.. ###.."),
-    "key length 3, causal": (
-        {"key_value_seq_lengths": np.array([3]), "is_causal": True},
-        "#.... ##... ###.. ###.. ###..",
+    "query length 2": picture("##### ##### .....", query_seq_lengths=np.array([2])),
+    "lengths 0": picture(
+        "... ...", query_seq_lengths=np.array([0]), key_value_seq_lengths=np.array([0])
     ),
-    "query length 2": ({"query_seq_lengths": np.array([2])}, "##### ##### ....."),
-    "lengths 0": (
-        {"query_seq_lengths": np.array([0]), "key_value_seq_lengths": np.array([0])},
-        "... ...",
+    "segments": picture(
+        "##... ##... ..##. ..##. ....#", query_segment_ids=np.array([[0, 0, 1, 1, 2]])
     ),
-    "segments": (
-        {"query_segment_ids": np.array([[0, 0, 1, 1, 2]])},
-        "##... ##... ..##. ..##. ....#",
-    ),
-    "segments, causal": (
-        {"query_segment_ids": np.array([[7, 7, 7, 1, 1]]), "is_causal": True},
+    "segments, causal": picture(
         "#.... ##... ###.. ...#. ...##",
+        query_segment_ids=np.array([[7, 7, 7, 1, 1]]),
+        is_causal=True,
     ),
-    "segments, window (1, 1)": (
-        {"query_segment_ids": np.array([[0, 0, 0, 1, 1]]), "local_window_size": 1},
+    "segments, window (1, 1)": picture(
         "##... ###.. .##.. ...## ...##",
+        query_segment_ids=np.array([[0, 0, 0, 1, 1]]),
+        local_window_size=1,
     ),
-    "segments of keys": (
-        {
-            "query_segment_ids": np.array([[3, 1, 9]]),
-            "key_value_segment_ids": np.array([[1, 1, 3, 3, 2]]),
-        },
+    "segments of keys": picture(
         "..##. ##... .....",
+        query_segment_ids=np.array([[3, 1, 9]]),
+        key_value_segment_ids=np.array([[1, 1, 3, 3, 2]]),
     ),
-    "mask, causal": (
-        {"mask": np.array([[True, False, True, True]]), "is_causal": True},
-        "#... #... #.#. #.##",
+    "mask, causal": picture(
+        "#... #... #.#. #.##", mask=np.array([[True, False, True, True]]), is_causal=True
     ),
-    "bias, window": (
-        {
-            "bias": np.array([0, -np.inf, 3, np.finfo(np.float32).min, -1e30], np.float32),
-            "local_window_size": (2, 1),
-        },
+    "bias, window": picture(
         "#.... #.#.. #.#.. ..#.#",
+        bias=np.array([0, -np.inf, 3, np.finfo(np.float32).min, -1e30], np.float32),
+        local_window_size=(2, 1),
     ),
 }
 SLOW_PICTURES = (  # the others have the same edges

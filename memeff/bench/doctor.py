@@ -17,17 +17,10 @@ NAMES = ("memeff", "memeff:128", "reference", "jax.nn", "jax.nn:cudnn", "tokamax
 ALLOWED_ERROR = {"float32": 1e-5, "bfloat16": 3e-2}
 VERDICTS = ("pass", "cannot run", "fail")  # from good to bad
 SMALL = Case(0, batch=2, heads=4, kv_heads=2, head_dim=32, mode="gradient")
-
-
-def doctor_cases() -> list[Case]:
-    """Return small cases: two dtypes, both masks, one query and 300."""
-    cases = []
-    for dtype, mask, length in itertools.product(ALLOWED_ERROR, MASKS, (1, 300)):
-        cases.append(dataclasses.replace(SMALL, length=length, dtype=dtype, mask=mask))
-    return cases
-
-
-CASES = doctor_cases()
+CASES = [  # two dtypes, both masks, one query and 300
+    dataclasses.replace(SMALL, length=length, dtype=dtype, mask=mask)
+    for dtype, mask, length in itertools.product(ALLOWED_ERROR, MASKS, (1, 300))
+]
 
 
 def check_implementations(names: Sequence[str] = NAMES, cases: Sequence[Case] = CASES) -> list[Row]:

@@ -55,16 +55,11 @@ def first_line(error: object) -> str:
     return str(error).splitlines()[0][:200]
 
 
-def no_figures(name: str, mode: str, result: Any) -> Row:
-    """Return no fields for a row: a result that nobody looks at."""
-    return {}
-
-
 def timed_rows(
     case: Any,
     programs: Mapping[tuple, Any],
     inputs: Callable[[str], Sequence[Any]],
-    figures: Callable[[str, str, Any], Row] = no_figures,
+    figures: Callable[[str, str, Any], Row] | None = None,
     *,
     rounds: int,
     at_least: float,
@@ -88,7 +83,8 @@ def timed_rows(
             row[f"{mode}: temp_bytes"] = program.memory_analysis().temp_size_in_bytes
             run = program_run(program, inputs(name))
             try:
-                row |= figures(name, mode, run.call())
+                result = run.call()
+                row |= figures(name, mode, result) if figures else {}
                 runs[name] = run
             except jax.errors.JaxRuntimeError as error:
                 row["note"] = first_line(error)

@@ -41,6 +41,7 @@ from memeff.sequence.parts import (
     stack_keys,
 )
 from memeff.sequence.terms import Term, shorten, sum_terms
+from memeff.shape import ceil_div
 from memeff.sharding import all_axes_manual
 
 EARLY = Chunk(0, 2)
@@ -135,9 +136,9 @@ def ring_distances(layout: Layout, P: int, problem: Problem, T: int | None) -> l
     first = 1 - P
     last = P - 1
     if problem.right is not None:
-        first = max(first, -((problem.right + problem.q_offset + T - 1) // T))
+        first = max(first, -ceil_div(problem.right + problem.q_offset, T))
     if problem.left is not None:
-        last = min(last, (problem.left - problem.q_offset + T - 1) // T)
+        last = min(last, ceil_div(problem.left - problem.q_offset, T))
     if first > 0 or last < 0 or last - first + 1 >= P:
         return whole_ring
     return [*range(last + 1), *range(-1, first - 1, -1)]

@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from memeff.sharding import may_be_sharded
+from memeff.slicing import slice_letters
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -57,15 +60,27 @@ class StoredKeys:
 
         A page that the table does not have, or that does not exist, is read as NaN.
         """
+        if self.table is None and may_be_sharded():  # of a gather XLA makes all-gathers
+            values = slice_letters(self.values, "bskh", cuts)
+            scales = self.scales
+            if scales is not None:
+                scales = slice_letters(scales, "bks", cuts).swapaxes(1, 2)
+            return self._scaled(values, scales)
         B, S, K, _ = self.shape
         whole = {"b": (0, B), "s": (0, S), "k": (0, K)}
         cuts = whole | {letter: cut for letter, cut in cuts.items() if letter in whole}
         places = self._places(cuts["b"], cuts["s"])
         values = _read(self.values, places, cuts["k"], (0, 1, 2))
-        if self.scales is None:
-            return values.astype(self.dtype)
-        scales = _read(self.scales, places, cuts["k"], (0, 2, 1))
-        return (values.astype(scales.dtype) * scales[..., None]).astype(self.dtype)
+        scales = self.scales
+        if scales is not None:
+            scales = _read(scales, places, cuts["k"], (0, 2, 1))
+        return self._scaled(values, scales)
+
+    def _scaled(self, values: Array, scales: Array | None) -> Array:
+        """Return values [b, s, k, H] times scales [b, s, k] in the dtype of what is read."""
+        if scales is not None:
+            values = values.astype(scales.dtype) * scales[..., None]
+        return values.astype(self.dtype)
 
     def whole(self) -> Array:
         """Return all of it, [B, S, K, H]."""

@@ -101,6 +101,12 @@ class Settings(Config):
                 f"context={self.context} must be a multiple of {parts}, so that devices={self.devices} share a row "
                 f"(layout={layout})."
             )
+        chunk = min(self.feed_forward_chunk or self.context, self.context)
+        if self.devices > 1 and (self.context % chunk or chunk % self.devices):
+            raise Refused(
+                f"feed_forward_chunk={chunk} must divide context={self.context} and be a multiple of devices={self.devices}, "
+                "so that no tokens move between devices; leave it out for all tokens."
+            )
 
     @property
     def highest_rate(self) -> float:

@@ -138,6 +138,14 @@ REFUSED_SETTINGS = [
         {"devices": 4, "context": 4102, "layout": "striped"},
         "context=4102 must be a multiple of 4, so that devices=4 share a row (layout=striped).",
     ),
+    *(
+        (
+            {"devices": 4, "context": 96, "feed_forward_chunk": chunk},
+            f"feed_forward_chunk={chunk} must divide context=96 and be a multiple of devices=4, "
+            "so that no tokens move between devices; leave it out for all tokens.",
+        )
+        for chunk in (20, 6)
+    ),
 ]
 
 

@@ -26,7 +26,7 @@ VALUES = {
     "dtype": "bfloat16",
     "remat": True,
     "scan_layers": False,
-    "feed_forward_chunk": 13,
+    "feed_forward_chunk": 16,
     "devices": 1,
     "layout": None,
     "out": "there",

@@ -193,15 +193,15 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
         leads=(parts.batch, *shape.leads), T=count * shape.T, N=parts.heads * shape.N
     )
     validate.check_whole_lengths(whole.T, whole.S)
+    float_dtype = sum_dtype(query.dtype)
     logit_params, (scale, soft_cap) = validate.check_logit_params(
-        pairs, a.bias, a.scale, a.logits_soft_cap
+        pairs, a.bias, a.scale, a.logits_soft_cap, float_dtype
     )
     q_offset, static_q_offset = validate.check_offset(shape, a.q_offset)
     left, right = validate.check_window(a.local_window_size, a.is_causal)
     q_segments, kv_segments = validate.check_segments(
         shape, a.query_segment_ids, a.key_value_segment_ids
     )
-    float_dtype = sum_dtype(query.dtype)
     q_lengths = validate.check_lengths(
         shape, "query_seq_lengths", a.query_seq_lengths, "T", whole.T
     )

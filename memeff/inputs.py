@@ -214,7 +214,9 @@ def known_values(x) -> np.ndarray | None:
 
 def text_of(x) -> str:
     """Return `x` as one short line for an error; an array as its shape and dtype."""
-    if isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer) and x.ndim:
+    if isinstance(x, Tracer):
+        return f"<traced {x.aval}>"
+    if isinstance(x, jax.Array | np.ndarray) and x.ndim:
         kind = "Array" if isinstance(x, jax.Array) else type(x).__name__
         return f"{kind}(shape={x.shape}, dtype={x.dtype})"
     text = " ".join(repr(x).split())

@@ -173,7 +173,7 @@ def linear_cross_entropy(
     inputs, labels = _check_arrays(x, kernel, labels, bias)
     check_bool("return_lse", return_lse)
     token_weights = _check_weights(reduction, weights, inputs.x)
-    cap, cap_array = check_soft_cap(logits_soft_cap)
+    cap, cap_array = check_soft_cap(logits_soft_cap, sum_dtype(inputs.x.dtype))
     inputs = inputs._replace(soft_cap=cap_array)
     smoothing = check_number("label_smoothing", label_smoothing, 1)
     V = inputs.kernel.shape[1]

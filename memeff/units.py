@@ -10,6 +10,7 @@ from memeff.inputs import kind_of
 
 UNITS = {"": 1, "B": 1} | {f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGTP", 1)}
 UNITS |= {f"{p}B": 1000**n for n, p in enumerate("kMGTP", 1)}
+LARGEST = 2**63 - 1  # bytes
 
 
 def parse_bytes(name: str, size: Any) -> int | None:
@@ -26,14 +27,17 @@ def parse_bytes(name: str, size: Any) -> int | None:
                 f'{name}={size!r}: write bytes as "512MiB" or "2GB" '
                 "(B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)."
             )
-        size = int(float(match[1]) * UNITS[match[2]])
+        size = int(min(float(match[1]) * UNITS[match[2]], LARGEST + 1))
     if isinstance(size, bool) or not isinstance(size, numbers.Integral):
         raise TypeError(
             f'{name} must be bytes, an int or a text such as "512MiB", got {kind_of(size)}.'
         )
     if size <= 0:
         raise ValueError(f"{name}={size}: bytes must be > 0; use None for no limit.")
-    return operator.index(size)
+    bytes_ = operator.index(size)
+    if bytes_ > LARGEST:
+        raise ValueError(f"{name} is more than 2^63 bytes: make it smaller, or omit it.")
+    return bytes_
 
 
 def format_bytes(

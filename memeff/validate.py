@@ -96,11 +96,11 @@ def check_head_size(H: int) -> None:
 
 
 def check_logit_params(
-    shape: CallShape, bias, scale, soft_cap
+    shape: CallShape, bias, scale, soft_cap, dtype
 ) -> tuple[LogitParams, tuple[float, float | None]]:
     """Return the arrays that get a gradient, and (scale, soft cap) as numbers.
 
-    A number counts where no array was given.
+    A number counts where no array was given. Logits are computed in `dtype`.
     """
     bias = _fold_pairs(shape, "bias", bias, "local_window_size, is_causal or segment ids")
     if bias is not None and jnp.issubdtype(bias.dtype, jnp.integer):  # as jax.nn
@@ -117,16 +117,19 @@ def check_logit_params(
                 f"symbolic (H={shape.H}). Pass scale=."
             )
         scale = 1 / math.sqrt(shape.H)
-    scale, scale_array = _number("scale", scale)
-    cap, cap_array = check_soft_cap(soft_cap)
+    scale, scale_array = _number("scale", scale, dtype)
+    cap, cap_array = check_soft_cap(soft_cap, dtype)
     return LogitParams(scale_array, cap_array, bias), (scale, cap)
 
 
-def check_soft_cap(soft_cap) -> tuple[float | None, Array | None]:
-    """Return the cap as a number, and as an array if it came as one (the number is 1 then)."""
+def check_soft_cap(soft_cap, dtype) -> tuple[float | None, Array | None]:
+    """Return the cap as a number, and as an array if it came as one (the number is 1 then).
+
+    Logits are computed in `dtype`.
+    """
     if soft_cap is None:
         return None, None
-    cap, cap_array = _number("logits_soft_cap", soft_cap)
+    cap, cap_array = _number("logits_soft_cap", soft_cap, dtype)
     known = known_values(soft_cap)
     if known is not None and not known > 0:
         raise ValueError(
@@ -135,15 +138,17 @@ def check_soft_cap(soft_cap) -> tuple[float | None, Array | None]:
     return cap, cap_array
 
 
-def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
-    """Return a Python number, which stays static, as (number, None), and an array as (1, array)."""
+def _number(name: str, x, dtype) -> tuple[float, None] | tuple[float, Array]:
+    """Return a Python number, which stays static, as (number, None), and an array as (1, array).
+
+    Its value must be finite in `dtype`, if it is known.
+    """
     is_number = isinstance(x, numbers.Real) or hasattr(x, "dtype")
     if isinstance(x, bool | np.bool_ | str) or not is_number:
         raise TypeError(f"{name} must be a number or a scalar array, got {kind_of(x)}.")
     if isinstance(x, numbers.Real) and not isinstance(x, jax.Array):
         number = to_float(name, x)
-        if not math.isfinite(number):
-            raise ValueError(f"{name}={number}: it must be finite.")
+        _check_finite(name, number, dtype)
         return number, None
     original = x
     x = to_array(name, x)
@@ -157,9 +162,15 @@ def _number(name: str, x) -> tuple[float, None] | tuple[float, Array]:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be floating point, got an array of {x.dtype}. Cast it.")
     known = known_values(original)  # of what came, because under jit JAX's own array is traced
-    if known is not None and not math.isfinite(known.item()):
-        raise ValueError(f"{name}={known.item()}: it must be finite.")
+    if known is not None:
+        _check_finite(name, known.item(), dtype)
     return 1.0, x.reshape(())
+
+
+def _check_finite(name: str, number: float, dtype) -> None:
+    """Refuse a number that is NaN, or is infinite in `dtype`."""
+    if not abs(number) <= float(jnp.finfo(dtype).max):
+        raise ValueError(f"{name}={number}: it must be finite in {jnp.dtype(dtype)}.")
 
 
 def check_mask(shape: CallShape, mask) -> Array | None:
@@ -270,13 +281,15 @@ def check_segments(shape: CallShape, query_ids, kv_ids) -> tuple[Array | None, A
                 f"S={shape.S}: pass both."
             )
         kv_ids = query_ids
+    given_ids = query_ids, kv_ids  # their values are known: under jit JAX's own arrays are traced
     query_ids = _segment_ids(shape, "query_segment_ids", query_ids, "T", shape.T)
     kv_ids = _segment_ids(shape, "key_value_segment_ids", kv_ids, "S", shape.S)
     if query_ids.dtype != kv_ids.dtype:  # strict promotion would refuse to compare them
         common = jax.dtypes.canonicalize_dtype(np.int64)  # int32 unless x64 is on
-        for name, ids in (("query_segment_ids", query_ids), ("key_value_segment_ids", kv_ids)):
-            known = known_values(ids)
-            fits = jnp.iinfo(ids.dtype).max <= jnp.iinfo(common).max
+        names = "query_segment_ids", "key_value_segment_ids"
+        for name, given, ids in zip(names, given_ids, (query_ids, kv_ids), strict=True):
+            known = known_values(given)
+            fits = jnp.iinfo(ids.dtype).max <= jnp.iinfo(common).max or 0 in ids.shape
             if not fits and (known is None or known.max() > jnp.iinfo(common).max):
                 raise TypeError(
                     f"{name} is {ids.dtype} and the other segment ids are not: {common} would wrap "

@@ -108,6 +108,15 @@ def test_a_traced_choice_is_refused(name):
         attend(True)
 
 
+@pytest.mark.parametrize("name", ["chunk_size", "backward", "batch_axis", "precision"])
+def test_an_error_says_that_a_choice_was_traced(name):
+    def attend(choice):
+        return dot_product_attention(**RIGHT, **{name: choice})
+
+    with pytest.raises((TypeError, ValueError), match=rf"{name}.*<traced int32\[\]>"):
+        jax.eval_shape(attend, jax.ShapeDtypeStruct((), jnp.int32))
+
+
 def test_traced_lengths_and_offsets_need_no_value():
     """Traced lengths cannot be checked, and count as at most S."""
     args = qkv(np.random.default_rng(0), f32, AWKWARD)

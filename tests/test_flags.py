@@ -346,6 +346,15 @@ def test_segment_ids_that_would_wrap_are_refused():
         )
 
     assert_same(call(ids, signed_ids), call(ids, ids))  # known, and small
+    assert_same(jax.jit(lambda: call(ids, signed_ids))(), call(ids, ids))  # constants are known too
+    empty = np.zeros((1, 0), np.uint32)
+    assert dot_product_attention(
+        x[:, :0], x, x, query_segment_ids=empty, key_value_segment_ids=signed_ids
+    ).shape == (1, 0, 2, 8)
+    for dtype in (jnp.float32, jnp.int8):  # keys in 8 bits are checked before they are traced
+        cache = memeff.KVCache.zeros(1, 4, 2, 8, dtype).append(x, x)
+        out = cache.attend(x, query_segment_ids=ids, key_value_segment_ids=signed_ids)
+        assert_same(out, cache.attend(x))
     refusal = "query_segment_ids is uint32 .* would wrap its largest numbers. Cast both"
     with pytest.raises(TypeError, match=refusal):
         jax.jit(call)(ids, signed_ids)

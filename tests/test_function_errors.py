@@ -195,8 +195,9 @@ WRONG_ARGUMENTS = raising(
     (lambda: scores.t5(np.ones(8)), r"table must have shape \[buckets, N\]"),
     (lambda: scores.t5(TABLE[:3]), "table has 3 buckets: it must have at least 4"),
     (lambda: scores.t5(TABLE, max_distance=2), "max_distance=2: .* must be larger"),
-    (lambda: scores.soft_cap(-1), "cap must be > 0; got -1"),
-    (lambda: scores.soft_cap(jnp.zeros(2)), "cap must be > 0; got 0"),
+    (lambda: scores.soft_cap(-1), "cap must be > 0 and finite; got -1"),
+    (lambda: scores.soft_cap([2, np.inf]), "cap must be > 0 and finite; got inf"),
+    (lambda: scores.soft_cap(jnp.zeros(2)), "cap must be > 0 and finite; got 0"),
     (lambda: scores.soft_cap(np.ones((1, 2))), r"cap must have shape \[N\]"),
     (lambda: transforms.rotary(0), "base=0: it must be > 0"),
     (lambda: transforms.rms_norm(1.0, 1.0), r"query_scale must have shape \[H\]"),
@@ -275,7 +276,7 @@ def test_values_known_inside_jit_are_checked_there():
     wrong = np.array(-5.0, f32)
     with pytest.raises(ValueError, match="logits_soft_cap=-5: a cap must be > 0"):
         jax.jit(lambda x: dot_product_attention(x, x, x, logits_soft_cap=wrong))(X)
-    with pytest.raises(ValueError, match="cap must be > 0; got -5"):
+    with pytest.raises(ValueError, match="cap must be > 0 and finite; got -5"):
         jax.jit(lambda: scores.soft_cap(wrong).params)()
     assert attend(X, wrong).shape == X.shape  # traced: not known
 

@@ -144,6 +144,7 @@ def test_bytes_in_words(text, bytes_):
     [
         ("512 miles", ValueError, 'memory_limit=\'512 miles\': write bytes as "512MiB" or "2GB"'),
         ("-1MiB", ValueError, "write bytes as"),
+        ("9" * 400, ValueError, r"memory_limit is more than 2\^63 bytes: make it smaller"),
         (0, ValueError, "memory_limit=0: bytes must be > 0; use None for no limit"),
         (
             1.5,

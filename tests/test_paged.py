@@ -672,6 +672,7 @@ def test_an_allocator_says_in_words_what_cannot_be_done():
         (lambda: allocator.lengths(3), "names must be a list of names of sequences, got int"),
         (lambda: allocator.add(["a"]), "the name of a sequence must be hashable, got list"),
         (lambda: allocator.free({}), "the name of a sequence must be hashable, got dict"),
+        (lambda: allocator.add(("a", [])), "the name of a sequence must be hashable, got tuple"),
     ):
         with pytest.raises(TypeError, match=pattern):
             call()

@@ -468,6 +468,7 @@ def test_a_refused_limit_names_the_lower_figure(head_dim, kernels_need_less):
         ),
         (dict(device=3), TypeError, "device must be one of cpu, gpu"),
         (dict(memory="much"), ValueError, "memory='much': write bytes as"),
+        (dict(memory=10**400), ValueError, r"memory is more than 2\^63 bytes: make it smaller"),
         (
             dict(implementation="xla"),
             TypeError,

@@ -209,8 +209,10 @@ class PageAllocator:
 
 
 def _check_name(name: Any) -> None:
-    if not isinstance(name, Hashable):
-        raise TypeError(f"the name of a sequence must be hashable, got {kind_of(name)}.")
+    try:
+        hash(name)  # a tuple has a hash if its elements have one
+    except TypeError as e:
+        raise TypeError(f"the name of a sequence must be hashable, got {kind_of(name)}.") from e
 
 
 def _names(names: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.inputs import kind_of, refuse_symbolic, to_array
-from memeff.problem import Operands
+from memeff.problem import Operands, sum_dtype
 from memeff.query_positions import check_query_positions, nan_without_params
 from memeff.shape import CallShape
 from memeff.sharding import explicit_devices, vary_together
@@ -71,10 +71,15 @@ def attend_stored(
     # here, because values are known that `_attend_stored` only traces
     shape = CallShape.of(jnp.asarray(arguments.query), key, value)
     refuse_symbolic("A cache in pages or in 8 bits", S=shape.S)
-    check_segments(shape, arguments.query_segment_ids, arguments.key_value_segment_ids)
-    check_logit_params(shape, None, arguments.scale, arguments.logits_soft_cap)
+    query_ids, kv_ids = check_segments(
+        shape, arguments.query_segment_ids, arguments.key_value_segment_ids
+    )
+    dtype = sum_dtype(key.dtype)
+    check_logit_params(shape, None, arguments.scale, arguments.logits_soft_cap, dtype)
     device = current_device(arguments.query)
-    arguments = arguments._replace(key=0, value=0)
+    arguments = arguments._replace(
+        key=0, value=0, query_segment_ids=query_ids, key_value_segment_ids=kv_ids
+    )
     paths_and_leaves, structure = jax.tree.flatten_with_path(arguments)
     arrays = []
     rest = []

@@ -11,7 +11,13 @@ from jax.core import Tracer
 
 from memeff.inputs import check_size
 from memeff.shape import ceil_div
-from memeff.user_functions import Mask, PairIndices, TracedFunction, trace_function
+from memeff.user_functions import (
+    Mask,
+    PairIndices,
+    TracedFunction,
+    check_pair_function,
+    trace_function,
+)
 
 PAIRS_AT_A_TIME = 2**24  # evaluated in one jitted step
 
@@ -169,12 +175,17 @@ def block_mask(
             "Call it outside jit, or pass NumPy arrays."
         )
     sizes = {"B": batch, "N": heads, "T": T, "Q": T, "S": S}
+    across = ceil_div(S, block_size)
+    down = ceil_div(T, block_size)
+    if 0 in (batch, heads, T, S) and callable(fn):  # no pair, and JAX does not index empty params
+        mask = check_pair_function("mask_fn", fn, params, sizes)
+        hidden = np.zeros((down, across), bool)
+        made_for = {"batch": None if batch else 0, "heads": None if heads else 0}
+        return BlockMask(mask, VisibleBlocks(block_size, (T, S), hidden, hidden, **made_for))
     function, *leaves = trace_function("mask_fn", fn, params, jnp.float32, sizes)
     uses_batch, uses_head, *_ = function.uses
     b = batch if uses_batch else 1
     n = heads if uses_head else 1
-    across = ceil_div(S, block_size)
-    down = ceil_div(T, block_size)
     rows = max(1, min(down, PAIRS_AT_A_TIME // max(1, b * n * block_size * S)))  # of blocks
     parts = [np.zeros((2, 0, across), bool)]
     for first in range(0, down, rows):

@@ -216,7 +216,7 @@ def normalise(arguments: Arguments, parts: Parts = WHOLE) -> tuple[CallShape, Pr
         (a.mask_fn, a.mask_params), a.q_offset, whole.T, a.query_seq_lengths, right
     )
     transform, transform_floats, transform_nonfloat_params = validate_options.check_transform(
-        a.qk_transform, a.qk_transform_params, query
+        whole, a.qk_transform, a.qk_transform_params, query
     )
     sinks = validate.check_sinks(shape, a.sinks, float_dtype)
     dropout, dropout_key = validate_options.check_dropout(

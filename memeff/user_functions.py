@@ -376,6 +376,11 @@ def trace_function(
     return function, *_split_leaves(leaves, floats)
 
 
+def check_row_function(fn: Any, params: Any) -> None:
+    """Check what a `qk_transform` takes."""
+    check_result("qk_transform", *_unwrap("qk_transform", fn, params, Transform))
+
+
 def trace_transform(
     fn: Any, params: Any, like: jax.ShapeDtypeStruct
 ) -> tuple[TracedTransform, tuple[Array, ...], tuple[Array, ...]]:

@@ -20,7 +20,12 @@ from memeff.inputs import (
 )
 from memeff.problem import Dropout
 from memeff.shape import CallShape
-from memeff.user_functions import check_pair_function, trace_function, trace_transform
+from memeff.user_functions import (
+    check_pair_function,
+    check_row_function,
+    trace_function,
+    trace_transform,
+)
 
 MAKE_KEY = 'Make it with jax.random.key(seed, impl="threefry2x32").'
 
@@ -33,10 +38,15 @@ def check_function(shape: CallShape, name: str, fn, params, dtype):
     if fn is None and params is None:
         return None, (), ()
     sizes = {"B": shape.B, "N": shape.N, "T": shape.T, "Q": shape.T, "S": shape.S}
-    if 0 in (shape.B, shape.N, shape.T, shape.S):  # no pair, and JAX does not index empty params
+    if _has_no_pair(shape):
         check_pair_function(name, fn, params, sizes)
         return None, (), ()
     return trace_function(name, fn, params, dtype, sizes)
+
+
+def _has_no_pair(shape: CallShape) -> bool:
+    """Return True if no function is needed; JAX does not index params of size 0."""
+    return 0 in (shape.B, shape.N, shape.T, shape.S)
 
 
 def check_blocks(shape: CallShape, mask_fn, q_offset):
@@ -64,9 +74,15 @@ def check_blocks(shape: CallShape, mask_fn, q_offset):
     return blocks, mask_fn.mask
 
 
-def check_transform(fn, params, query):
-    """Return the traced qk_transform, or None, and the leaves of its params: floats, and others."""
+def check_transform(shape: CallShape, fn, params, query):
+    """Return the traced qk_transform, or None, and the leaves of its params: floats, and others.
+
+    A call without pairs needs no function.
+    """
     if fn is None and params is None:
+        return None, (), ()
+    if _has_no_pair(shape):
+        check_row_function(fn, params)
         return None, (), ()
     return trace_transform(fn, params, jax.ShapeDtypeStruct(query.shape[-1:], query.dtype))
 

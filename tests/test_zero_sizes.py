@@ -11,7 +11,7 @@ import pytest
 from conftest import few
 from small_calls import inputs
 
-from memeff import KVCache, dot_product_attention, masks, paged_attention
+from memeff import KVCache, block_mask, dot_product_attention, masks, paged_attention
 
 ZEROS = {
     "B": dict(B=0),
@@ -172,6 +172,35 @@ def test_a_tree_of_no_drafts():
     x = jnp.ones((2, 3, 2, 8))
     tree = masks.tree(masks.ancestors_of(jnp.zeros((2, 0), int)), 3)
     assert dot_product_attention(x[:, :0], x, x, mask_fn=tree, q_offset=3).shape == (2, 0, 2, 8)
+
+
+@pytest.mark.parametrize(("B", "T", "S"), [(2, 0, 3), (2, 3, 0), (2, 0, 0), (0, 3, 3)])
+def test_params_of_size_zero(B, T, S):
+    """A call without pairs evaluates no function, because JAX does not index empty params."""
+    query, key = jnp.ones((B, T, 2, 4)), jnp.ones((B, S, 2, 4))
+    documents = masks.documents(jnp.zeros((B, T), int), jnp.zeros((B, S), int))
+    table = {"query": jnp.ones(T), "key": jnp.ones(S)}
+
+    def positions(x, position, which, params):
+        return x * params[which][position]
+
+    block = block_mask(documents, T, S, batch=B)
+    for mask in (block, block_mask(masks.causal(), T, S, batch=B)):
+        assert mask.sparsity == (0 if 0 in (T, S) else 1)
+        out = dot_product_attention(
+            query, key, key, mask_fn=mask, qk_transform=positions, qk_transform_params=table
+        )
+        assert out.shape == query.shape and not out.any()
+    if not B:  # it hides all pairs, so that it suits no other batch
+        with pytest.raises(ValueError, match="made with batch=0, and this call has B=1"):
+            x = jnp.ones((1, T, 2, 4))
+            dot_product_attention(x, x, x, mask_fn=block)
+    for call, name in (
+        (lambda: block_mask(None, T, S, batch=B), "mask_fn"),
+        (lambda: dot_product_attention(query, key, key, qk_transform=3), "qk_transform"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a function"):
+            call()
 
 
 def test_head_size_zero_is_refused():

@@ -272,8 +272,12 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
         ),
         (["memory", "--implementation", "jax.nn:cudnn"], "jax.nn:cudnn: cuDNN needs an NVIDIA GPU"),
         (["--query-length", "8", "--with", "alibi"], "omit --query-length."),
+        (["--implementation", "memeff:pages0"], "implementation 'memeff:pages0' is not known"),
+        (["memory", "--plot", "x.docx"], "argument --plot: 'x.docx' must end in .png, .svg, .pdf"),
+        (["devices", "--plot", "x.txt"], "argument --plot: 'x.txt' must end in .png, .svg, .pdf"),
+        (["--json", "."], "argument --json: . is a folder: name a file in it"),
         *(
-            ([*table, option, "nowhere/x"], f"argument {option}: there is no folder nowhere: make")
+            ([*table, option, "nowhere/x.svg"], f"{option}: there is no folder nowhere: make")
             for table, option in [
                 ([], "--json"),
                 ([], "--save"),

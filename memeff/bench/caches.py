@@ -13,7 +13,7 @@ import memeff
 from memeff.bench.cases import Case
 
 STANDARD = ("memeff:cache", "memeff:pages64", "memeff:int8")
-NAME = re.compile(r"memeff:(?:(?P<cache>cache)|pages(?P<page>\d+)|(?P<dtype>int8|fp8))")
+NAME = re.compile(r"memeff:(?:(?P<cache>cache)|pages(?P<page>[1-9]\d*)|(?P<dtype>int8|fp8))")
 DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 

@@ -49,6 +49,7 @@ from memeff.bench.options import (
     add_output,
     add_size,
     new_parser,
+    picture_file,
 )
 from memeff.bench.plots import devices_figure, save_figure
 from memeff.bench.programs import (
@@ -278,5 +279,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add_measuring_options(parser, STANDARD, rounds=5)
     help = "show results that were saved; nothing is measured"
     parser.add_argument("--results", metavar="FILE", help=help)
-    add_output(parser, "--plot", "draw the shares against the number of devices")
+    plot = "draw the shares against the number of devices"
+    add_output(parser, "--plot", plot, picture_file)
     return parser.parse_args(arguments)

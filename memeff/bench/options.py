@@ -1,7 +1,7 @@
 """The command line's options for the tables of memory and speed."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memeff.bench.cases import HIGHER_MODES, MASKS, MODES
@@ -9,6 +9,7 @@ from memeff.bench.extras import NAMES as EXTRA_NAMES
 from memeff.bench.implementations import NAMES, is_torch, why_not
 
 UNITS = {"k": 2**10, "M": 2**20}
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def parse(arguments: Sequence[str], description: str | None) -> argparse.Namespace:
@@ -72,7 +73,7 @@ def option_parser(description: str | None) -> argparse.ArgumentParser:
     add_output(parser, "--json", "append a JSON line for each row")
     add_save(parser)
     plot = "draw memory, or FLOP/s, against length; FILE.txt: bars of memory as text"
-    add_output(parser, "--plot", plot)
+    add_output(parser, "--plot", plot, plot_file)
     return parser
 
 
@@ -131,9 +132,14 @@ def add_save(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "--save", "write the results to FILE, such as docs/benchmarks/NAME.jsonl")
 
 
-def add_output(parser: argparse.ArgumentParser, option: str, help: str) -> None:
-    """Add an option for a file that is written."""
-    parser.add_argument(option, type=output_file, metavar="FILE", help=help)
+def add_output(
+    parser: argparse.ArgumentParser,
+    option: str,
+    help: str,
+    check: Callable[[str], str] | None = None,
+) -> None:
+    """Add an option for a file that is written, whose name `check` may check."""
+    parser.add_argument(option, type=check or output_file, metavar="FILE", help=help)
 
 
 def size(text: str) -> int:
@@ -152,7 +158,21 @@ def output_file(name: str) -> str:
     folder = Path(name).parent
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {folder}: make it first")
+    if Path(name).is_dir():
+        raise argparse.ArgumentTypeError(f"{name} is a folder: name a file in it")
     return name
+
+
+def picture_file(name: str) -> str:
+    """Return the name of a file for a picture, in a format that all plots have."""
+    if not name.endswith(PICTURES):
+        raise argparse.ArgumentTypeError(f"{name!r} must end in {', '.join(PICTURES)}")
+    return output_file(name)
+
+
+def plot_file(name: str) -> str:
+    """Return the name of a file for a picture, or for bars as text."""
+    return output_file(name) if name.endswith(".txt") else picture_file(name)
 
 
 def fill_defaults(options: argparse.Namespace) -> None:

@@ -275,6 +275,7 @@ def test_lines_are_written_as_they_come(monkeypatch, tmp_path):
         (["--implementation", "memeff:pages0"], "implementation 'memeff:pages0' is not known"),
         (["memory", "--plot", "x.docx"], "argument --plot: 'x.docx' must end in .png, .svg, .pdf"),
         (["devices", "--plot", "x.txt"], "argument --plot: 'x.txt' must end in .png, .svg, .pdf"),
+        (["--doctor", "--length", "3"], "--doctor has cases of its own: omit all options but"),
         (["--json", "."], "argument --json: . is a folder: name a file in it"),
         *(
             ([*table, option, "nowhere/x.svg"], f"{option}: there is no folder nowhere: make")

@@ -192,12 +192,16 @@ def fill_defaults(options: argparse.Namespace) -> None:
 
 
 def check_table(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse an unknown table, and options that do not fit the table."""
+    """Refuse an unknown table, and options that do not fit the table or the doctor."""
     if options.table not in ("speed", "memory"):
         parser.error(
             f"table {options.table!r} is not known: use speed or memory, or begin with hard, "
             "losses, arguments, devices or report. The doctor is --doctor."
         )
+    doctor_options = parser.parse_args(["--doctor"])
+    doctor_options.implementation = options.implementation
+    if options.doctor and options != doctor_options:
+        parser.error("--doctor has cases of its own: omit all options but --implementation.")
     draws_text = options.plot is not None and options.plot.endswith(".txt")
     if draws_text and options.table != "memory":
         parser.error("--plot FILE.txt draws memory: use the table memory, or a picture.")

@@ -144,7 +144,7 @@ def soft_cap(cap: ArrayLike) -> Score:
     array = _numbers("cap", array, *["N"] * bool(array.ndim))
     known = known_values(cap)  # of what came: under jit, `array` is traced
     if known is not None:
-        wrong = known[~((known > 0) & (known < math.inf))]
+        wrong = known[~((known >= jnp.finfo(jnp.float32).tiny) & (known < math.inf))]
         if wrong.size:
             raise ValueError(f"cap must be > 0 and finite; got {wrong[0]:g}.")
     return Score(_soft_cap, array)

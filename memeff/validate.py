@@ -131,9 +131,10 @@ def check_soft_cap(soft_cap, dtype) -> tuple[float | None, Array | None]:
         return None, None
     cap, cap_array = _number("logits_soft_cap", soft_cap, dtype)
     known = known_values(soft_cap)
-    if known is not None and not known > 0:
+    if known is not None and not known >= jnp.finfo(dtype).tiny:
+        also = f", also in {jnp.dtype(dtype)}" if known > 0 else ""
         raise ValueError(
-            f"logits_soft_cap={known.item():g}: a cap must be > 0; use None for no cap."
+            f"logits_soft_cap={known.item():g}: a cap must be > 0{also}; use None for no cap."
         )
     return cap, cap_array
 

@@ -196,6 +196,7 @@ WRONG_ARGUMENTS = raising(
     (lambda: scores.t5(TABLE[:3]), "table has 3 buckets: it must have at least 4"),
     (lambda: scores.t5(TABLE, max_distance=2), "max_distance=2: .* must be larger"),
     (lambda: scores.soft_cap(-1), "cap must be > 0 and finite; got -1"),
+    (lambda: scores.soft_cap(1e-50), "cap must be > 0 and finite; got 1e-50"),
     (lambda: scores.soft_cap([2, np.inf]), "cap must be > 0 and finite; got inf"),
     (lambda: scores.soft_cap(jnp.zeros(2)), "cap must be > 0 and finite; got 0"),
     (lambda: scores.soft_cap(np.ones((1, 2))), r"cap must have shape \[N\]"),

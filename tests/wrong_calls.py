@@ -96,6 +96,7 @@ WRONG = raising(
     ({"logits_soft_cap": np.zeros(1)}, r"logits_soft_cap=0: a cap must be > 0"),
     ({"logits_soft_cap": np.array(np.inf)}, r"logits_soft_cap=inf: it must be finite"),
     ({"scale": 1e39}, r"scale=1e\+39: it must be finite in float32"),
+    ({"logits_soft_cap": 1e-50}, r"logits_soft_cap=1e-50: a cap must be > 0, also in float32; "),
     ({"logits_soft_cap": 10**39}, r"logits_soft_cap=1e\+39: it must be finite in fl"),
     ({"scale": float("nan")}, r"scale=nan: it must be finite"),
     ({"scale": 10**400}, r"scale is an int beyond the largest float: make it smaller"),

@@ -441,6 +441,27 @@ def test_positions_that_are_constants(rows, columns, words):
     np.testing.assert_allclose(out, jax.jit(attend)(*arrays), atol=1e-6)
 
 
+@pytest.mark.parametrize("bias_dims, words", [("a1nts", "mask_fn"), ("11nts", "segments")])
+def test_segments_that_differ_along_an_axis_that_becomes_heads(bias_dims, words):
+    """The bias chooses the axes of heads, and segments are ids of batch entries alone."""
+    sizes = dict(zip("abnts", (2, 3, 2, 8, 8), strict=True))
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, 2, 3, 2, 8, 4)).astype("float32")
+    bias = rng.normal(size=[sizes.get(x, 1) for x in bias_dims]).astype("float32")
+    ids = np.sort(rng.integers(0, 3, (2, 3, 1, 8)))
+
+    def attend(q, k, v, bias, ids):
+        same = ids[..., :, None] == ids[..., None, :]
+        s = jnp.einsum("abnth,abnsh->abnts", q, k) + bias
+        weights = jax.nn.softmax(jnp.where(same, s, -jnp.inf))
+        return jnp.einsum("abnts,abnsh->abnth", weights, v)
+
+    arrays = q, k, v, bias, ids
+    assert words in str(find(attend, *arrays).replaced)
+    out = run_replaced(attend, *arrays)
+    np.testing.assert_allclose(out, jax.jit(attend)(*arrays), atol=1e-5)
+
+
 def low_of_float32(s, visible):
     return jnp.where(visible, s.astype(jnp.float32), jnp.finfo("float32").min).astype("bfloat16")
 

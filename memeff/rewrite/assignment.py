@@ -44,6 +44,7 @@ class Assignment:
         self.biases = list(logits.biases)
         self.dense_bias = self._take_dense_bias()
         self.roles = self._roles() if roles is None else roles
+        self._leave_segments_of_heads()
         self.q_offset, self.window = _window(self.condition.low, self.condition.high)
 
     # ---- Sorting
@@ -90,6 +91,13 @@ class Assignment:
         of_query = [bool(side & set(self.query)) for side in sides]
         of_keys = [bool(side & set(self.match.keys)) for side in sides]
         return of_query in ([True, False], [False, True]) and of_keys == of_query[::-1]
+
+    def _leave_segments_of_heads(self) -> None:
+        """Leave segments that differ from head to head to a `mask_fn`, once heads are chosen."""
+        segments = self.condition.segments
+        if segments is not None and formula_letters(segments) & set(self.roles.heads):
+            self.condition.rest.append(segments)
+            self.condition.segments = None
 
     def _is_dense(self, part: Formula) -> bool:
         """Return True for an array of the program that has an element for each pair."""

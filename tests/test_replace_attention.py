@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 
 import memeff
 from memeff.rewrite import assignment, check
-from memeff.rewrite.axes import new_index
+from memeff.rewrite.axes import known_number, new_index
 from memeff.rewrite.element import Builder, Roles, tabulate
 from memeff.rewrite.graph import Graph
 from memeff.rewrite.reader import Reader
@@ -439,6 +439,29 @@ def test_positions_that_are_constants(rows, columns, words):
     assert words in str(place)
     out = run_replaced(attend, *arrays)
     np.testing.assert_allclose(out, jax.jit(attend)(*arrays), atol=1e-6)
+
+
+LARGE_NUMBERS = (np.inf, -np.inf, np.nan, 3e9, -3.7, 2.5)
+
+
+def test_numbers_that_a_cast_to_integers_cannot_hold_are_those_of_xla():
+    """A window of an infinite number of tokens is no window."""
+
+    def cast(zero):
+        numbers = [zero + x for x in LARGE_NUMBERS]
+        return [[x.astype(dtype) for x in numbers] for dtype in ("int32", "uint32", "int8")]
+
+    jaxpr = jax.make_jaxpr(lambda: cast(lax.full((), 0.0) * 1))()
+    read = [known_number(x) for x in Graph(jaxpr, ()).results]
+    np.testing.assert_array_equal(read, jax.tree.leaves(jax.jit(cast)(jnp.float32(0))))
+
+    def attend(x):
+        window = jnp.exp(jnp.full((), 100.0)).astype(jnp.int32)
+        distance = jnp.arange(16)[:, None] - jnp.arange(16)
+        return jax.nn.softmax(jnp.where(distance < window, x @ x.T, -jnp.inf)) @ x
+
+    x = qkv_of_one_head()[0]
+    np.testing.assert_allclose(run_replaced(attend, x), jax.jit(attend)(x), atol=1e-6)
 
 
 @pytest.mark.parametrize("bias_dims, words", [("a1nts", "mask_fn"), ("11nts", "segments")])

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 def _divide(x: Any, y: Any) -> Any:
     if np.issubdtype(x.dtype, np.integer):
-        return np.trunc(x / y) if y else x
+        return np.trunc(x / y) if y else None
     return x / y
 
 
@@ -54,12 +54,23 @@ def compute(eqn: JaxprEqn, inputs: list[Any]) -> Any:
     aval: Any = eqn.outvars[0].aval
     with np.errstate(all="ignore"):
         if name == "integer_pow":
-            result = inputs[0] ** float(eqn.params["y"])
+            result = inputs[0] ** inputs[0].dtype.type(eqn.params["y"])
         elif name in _FUNCTIONS:
             result = _FUNCTIONS[name](*inputs)
         else:
             return None
-        return np.asarray(result).astype(aval.dtype)[()]
+        return None if result is None else _cast(np.asarray(result)[()], aval.dtype)
+
+
+def _cast(number: Any, dtype: Any) -> Any:
+    """Return a number in another dtype, as XLA casts it. NumPy wraps floats beyond an integer."""
+    if np.issubdtype(dtype, np.integer) and not np.issubdtype(number.dtype, np.integer):
+        info = np.iinfo(dtype)
+        if np.isnan(number):
+            number = np.asarray(0)
+        elif not info.min <= float(number) <= info.max:
+            number = np.asarray(info.max if number > 0 else info.min)
+    return number.astype(dtype)[()]
 
 
 def as_numpy(x: Any) -> np.ndarray | None:

@@ -835,6 +835,52 @@ def test_cost_of_tracing():
     assert search.visited < 1.9 * once.visited
 
 
+STEPS = {  # of x, which a program repeats where it computes the array of this name
+    "scale": lambda x: x * jnp.sin(x),
+    "logits": lambda x: x * jnp.sin(x),
+    "sum of logits": lambda x: x + x,
+    "bias": lambda x: x * jnp.sin(x),
+    "positions": lambda x: x + x % 7,
+    "mask": lambda x: x | ~x & jnp.roll(x, 1, 0),
+    "mask of positions": lambda x: x | ~x & (lax.iota("int32", 16) < 3),
+    "maximum": lambda x: jnp.maximum(x, x * 0.9),
+    "sum": lambda x: x * jnp.sin(x),
+    "logarithm": lambda x: x + x,
+}
+
+
+def repeating(name, times):
+    """Return attention that applies a step to one of its arrays many times, one after the other."""
+
+    def repeat(where, x):
+        for _ in range(times if where == name else 0):
+            x = STEPS[where](x)
+        return x
+
+    def attend(q, k, v):
+        distance = repeat("positions", jnp.arange(16)[:, None] - jnp.arange(16))
+        visible = repeat("mask", repeat("mask of positions", distance >= 0))
+        s = repeat("sum of logits", repeat("logits", q @ k.T)) * repeat("scale", q[0, 0])
+        s = s + repeat("bias", distance * 0.1)
+        s = jnp.where(visible, s, -1e9)
+        if name == "logarithm":
+            return jnp.exp(s - repeat("logarithm", jax.nn.logsumexp(s, -1, keepdims=True))) @ v
+        e = jnp.exp(s - repeat("maximum", s.max(-1, keepdims=True)))
+        total = repeat("sum", e.sum(-1, keepdims=True))
+        return e / jnp.where(total == 0, 1, total) @ v
+
+    return attend
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("times", [40, 400])
+def test_programs_that_use_a_value_twice_or_are_long_are_searched(name, times):
+    """A search that followed each use would visit 2^40 values, and recursion ends at 1,000."""
+    jaxpr = jax.make_jaxpr(repeating(name, times))(*qkv_of_one_head())
+    scope = Search(jaxpr, 0).scope(jaxpr)
+    assert scope.replaced or scope.left
+
+
 @pytest.mark.once
 def test_memory_grows_with_the_length():
     def temp(length):

@@ -296,28 +296,38 @@ def _known_starts(equation: Equation) -> list[int] | None:
 
 def known_number(value: Value) -> Any:
     """Return the number that every element of a value is, or None where that is not known."""
-    if not value.known:
-        value.known.append(_known_number(value))
+    waiting = [value]
+    while waiting:
+        x = waiting[-1]
+        missing = [] if x.known else [y for y in _of_same_number(x) if not y.known]
+        if not missing:
+            waiting.pop()
+            x.known = x.known or [_known_number(x)]
+        waiting.extend(missing)
     return value.known[0]
 
 
+def _of_same_number(value: Value) -> list[Value]:
+    """Return the values whose numbers decide whether every element of a value is one number."""
+    if value.constant is not None or value.maker is None:
+        return []
+    if value.op in SAME_NUMBER:
+        return value.maker.inputs[:1]
+    return value.maker.inputs if value.op in ELEMENTWISE else []
+
+
 def _known_number(value: Value) -> Any:
+    """Return the number that every element of a value is, once those of its inputs are known."""
     if value.constant is not None:
         numbers = as_numpy(value.constant)
         if numbers is None or numbers.size == 0:
             return None
         first = numbers.reshape(-1)[0]
         return first if numbers.size == 1 or (numbers == first).all() else None
-    if value.maker is None:
+    inputs = [x.known[0] for x in _of_same_number(value)]
+    if not inputs or any(x is None for x in inputs):
         return None
-    if value.op in SAME_NUMBER:
-        return known_number(value.maker.inputs[0])
-    if value.op not in ELEMENTWISE:
-        return None
-    inputs = [known_number(x) for x in value.maker.inputs]
-    if any(x is None for x in inputs):
-        return None
-    return compute(value.maker.eqn, inputs)
+    return inputs[0] if value.op in SAME_NUMBER else compute(maker_of(value).eqn, inputs)
 
 
 def take_factor(element: Element, factor: float) -> tuple[Element, float] | None:
@@ -362,11 +372,17 @@ def values_before(
 
 def is_closed(value: Value) -> bool:
     """Return True if a value is computed from positions and known numbers alone."""
-    if known_number(value) is not None or value.op == "iota":
-        return True
-    if value.maker is None or value.op not in ELEMENTWISE | MOVES | JOINS:
-        return False
-    return all(is_closed(x) for x in value.maker.inputs)
+    seen = set()
+    waiting = [value]
+    while waiting:
+        x = waiting.pop()
+        if x in seen or known_number(x) is not None or x.op == "iota":
+            continue
+        seen.add(x)
+        if x.maker is None or x.op not in ELEMENTWISE | MOVES | JOINS:
+            return False
+        waiting.extend(x.maker.inputs)
+    return True
 
 
 def is_made_of_less(value: Value) -> bool:

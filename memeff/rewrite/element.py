@@ -23,6 +23,7 @@ from memeff.rewrite.axes import (
     ELEMENTWISE,
     JOINS,
     MOVES,
+    Element,
     Index,
     Letter,
     NoMatch,
@@ -238,7 +239,9 @@ class Builder:
         self.dots_index: Index = ()
         self.depends: Any = None  # value -> bool: is it computed from the dots?
         self.of_pairs: list[Value] = []  # those of `leaves` that have an element for each pair
-        self._known: dict[Any, int] = {}
+        self._known: dict[Any, int] = {}  # by step
+        self._elements: dict[Any, int] = {}  # by value and index
+        self._reader = Reader()
 
     def function(self, kind: str) -> ElementFunction:
         """Return the function whose result is the last step."""
@@ -282,7 +285,20 @@ class Builder:
 
     def element(self, value: Value, index: Index) -> int:
         """Return the step of the element of `value` at `index`."""
-        index = expand_all(index)
+        element = value, expand_all(index)
+        waiting = [element]
+        while waiting:
+            step = self._step(*waiting[-1])
+            if isinstance(step, int):
+                self._elements[waiting.pop()] = step
+            else:
+                waiting.extend(step)
+        return self._elements[element]
+
+    def _step(self, value: Value, index: Index) -> int | list[Element]:
+        """Return the step of an element, or the elements whose steps are needed before."""
+        if (value, index) in self._elements:
+            return self._elements[value, index]
         number = known_number(value)
         if number is not None:
             return self.add("number", _hashable(number), str(value.dtype))
@@ -291,7 +307,7 @@ class Builder:
                 raise NoMatch("the logits of one pair depend on those of another pair")
             return self.add("score", str(value.dtype))
         if (value.constant is not None or value.op in JOINS) and self._over_pairs(index):
-            symbol = Reader().read(value, index)
+            symbol = self._reader.read(value, index)
             if isinstance(symbol, Choice):
                 numbers = _hashable(symbol.yes), _hashable(symbol.no)
                 return self.add(
@@ -315,7 +331,11 @@ class Builder:
                     f"{FACTOR_FIRST if value.op == 'reduce_max' else ''}"
                 )
             return self.leaf(value, index)
-        steps = tuple(self.element(*source) for source in inputs)
+        elements = [(x, expand_all(x_index)) for x, x_index in inputs]
+        missing = [x for x in elements if x not in self._elements]
+        if missing:
+            return missing
+        steps = tuple(self._elements[x] for x in elements)
         if value.op not in ELEMENTWISE:
             return steps[0]
         params = dict(equation.params)

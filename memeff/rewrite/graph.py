@@ -76,7 +76,8 @@ class Graph:
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, outer: Sequence[Value | None]):
-        self.first_equal: dict[Any, Value] = {}  # by how it is computed, the first such value
+        # by how it is computed, the first such value; and by a value and a depth, what was found
+        self.first_equal: dict[Any, Value] = {}
         self.equations: list[Equation] = []  # of all calls, in the order of the program
         self.inputs = []
         for variable, value in zip(jaxpr.jaxpr.invars, outer, strict=True):
@@ -128,6 +129,14 @@ def first_equal(value: Value, depth: int = 0) -> Value:
         return value
     if not maker.in_program:
         return value
+    equals = maker.graph.first_equal
+    if (value, depth) not in equals:
+        equals[value, depth] = _first_equal(value, maker, depth)
+    return equals[value, depth]
+
+
+def _first_equal(value: Value, maker: Equation, depth: int) -> Value:
+    """Return the first value that `maker` and equal equations compute."""
     inputs = []
     for x in maker.inputs:
         if x.constant is not None and x.aval.shape == ():

@@ -110,7 +110,7 @@ def subtracts_maximum(shift: Element, logits: Element, keys: tuple[Letter, ...])
     Return False for the maximum as it is, and None for all else.
     """
     of_empty, *of_others = (
-        _with_maximum(shift, logits, keys, x) for x in (-math.inf, -1e30, -1e9, 0.0, 1e9)
+        _with_maximum(shift, logits, keys, x, {}) for x in (-math.inf, -1e30, -1e9, 0.0, 1e9)
     )
     if of_empty is None or of_others != [-1e30, -1e9, 0.0, 1e9]:
         return None
@@ -126,19 +126,31 @@ def is_maximum(element: Element, logits: Element, keys: tuple[Letter, ...]) -> b
 
 
 def _with_maximum(
-    element: Element, logits: Element, keys: tuple[Letter, ...], number: float, depth: int = 0
+    element: Element,
+    logits: Element,
+    keys: tuple[Letter, ...],
+    number: float,
+    known: dict[Element, Any],
 ) -> Any:
-    """Return an element as a number where the maximum of the logits is `number`."""
-    value, index = chain(*element)[-1]
-    if is_maximum((value, index), logits, keys):
+    """Return an element as a number where the maximum of the logits is `number`.
+
+    `known` are numbers of elements from which it is computed.
+    """
+    value, index = element = chain(*element)[-1]
+    if is_maximum(element, logits, keys):
         return np.asarray(number, value.dtype)[()]
-    known = known_number(value)
-    if known is not None:
-        return known
-    if value.maker is None or value.op not in ELEMENTWISE or depth > MOST_EQUATIONS:
+    of_all = known_number(value)
+    if of_all is not None:
+        return of_all
+    if element in known:
+        return known[element]
+    if value.maker is None or value.op not in ELEMENTWISE or len(known) > MOST_EQUATIONS:
         return None
-    inputs = [_with_maximum(x, logits, keys, number, depth + 1) for x in operands_of(value, index)]
-    return None if any(x is None for x in inputs) else compute(maker_of(value).eqn, inputs)
+    known[element] = None
+    inputs = [_with_maximum(x, logits, keys, number, known) for x in operands_of(value, index)]
+    if all(x is not None for x in inputs):
+        known[element] = compute(maker_of(value).eqn, inputs)
+    return known[element]
 
 
 def _over_keys(reduction: Element, keys: tuple[Letter, ...]) -> Element | None:

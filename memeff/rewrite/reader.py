@@ -39,6 +39,7 @@ from memeff.rewrite.symbols import (
 
 MOST_VALUES = 400  # that are followed to find on which axes a value depends
 DEEPEST = 100  # equations, one made of the other, through which a symbol is read
+MOST_READ = 1_000  # elements: a join of parts reads each part anew, and within it other joins
 LARGEST_CONSTANT = 2**28  # elements of a constant mask that is compared with a band
 
 
@@ -55,7 +56,7 @@ class Reader:
         key = id(value), index
         if key in self._known:
             return self._known[key]
-        if self._depth >= DEEPEST:
+        if self._depth >= DEEPEST or len(self._known) >= MOST_READ:
             return Opaque(value, index)
         self._depth += 1
         self._known[key] = self._read(value, index)

@@ -212,28 +212,36 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
     raise NoMatch(f"the logits are not made of a product of two arrays{where}")
 
 
-def _products_of(element: Element, keys: tuple[Letter, ...], factor: float = 1.0) -> list[Product]:
+def _products_of(element: Element, keys: tuple[Letter, ...]) -> list[Product]:
     """Return the products of which an element is the sum; an empty list if it is no such sum."""
-    value, index = element
-    if value.op == "dot_general":
-        equation = maker_of(value)
-        try:
-            return [Product(equation, *_operands_of_first(equation, index, keys), factor)]
-        except NoMatch:
+    products: list[Product] = []
+    waiting = [(element, 1.0)]
+    while waiting:
+        (value, index), factor = waiting.pop()
+        inputs = None if value.maker is None else sources(value.maker, index)
+        multiple = take_factor((value, index), factor)
+        if value.op == "dot_general":
+            equation = maker_of(value)
+            try:
+                products.append(
+                    Product(equation, *_operands_of_first(equation, index, keys), factor)
+                )
+            except NoMatch:
+                return []
+        elif inputs is not None and is_move(value):
+            waiting.append((inputs[0], factor))
+        elif inputs is not None and value.op == "neg":
+            waiting.append((inputs[0], -factor))
+        elif inputs is not None and value.op in ("add", "sub"):
+            waiting.append((inputs[1], -factor if value.op == "sub" else factor))
+            waiting.append((inputs[0], factor))
+        elif multiple is not None:
+            waiting.append(multiple)
+        else:
             return []
-    inputs = None if value.maker is None else sources(value.maker, index)
-    if inputs is None:
-        return []
-    if is_move(value):
-        return _products_of(inputs[0], keys, factor)
-    if value.op == "neg":
-        return _products_of(inputs[0], keys, -factor)
-    if value.op in ("add", "sub"):
-        first = _products_of(inputs[0], keys, factor)
-        second = first and _products_of(inputs[1], keys, -factor if value.op == "sub" else factor)
-        return [*first, *second] if second and len(first) < MOST_PRODUCTS else []
-    multiple = take_factor(element, factor)
-    return [] if multiple is None else _products_of(multiple[0], keys, multiple[1])
+        if len(products) + len(waiting) > MOST_PRODUCTS:
+            return []
+    return products
 
 
 def _are_one_product(products: list[Product], value: Operand) -> bool:

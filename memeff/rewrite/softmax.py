@@ -389,6 +389,8 @@ def _shifts(
         waiting = [(shift, False)]
         while waiting:
             part, is_added = waiting.pop()
+            if len(shifts) + len(waiting) > MOST_STEPS:
+                raise NoMatch(f"a sum of more than {MOST_STEPS} terms is subtracted from logits")
             value, index = chain(*part)[-1]
             if value.op == "add":
                 waiting.extend((x, True) for x in operands_of(value, index))

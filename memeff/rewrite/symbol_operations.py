@@ -24,12 +24,21 @@ from memeff.rewrite.symbols import (
     as_formula,
     both,
     either,
+    has_more_parts,
     negate,
 )
+
+MOST_PARTS = 400  # of a condition: a program that uses one twice makes a formula twice as large
 
 
 def combine(equation: Any, symbols: list[Any]) -> Symbol | None:
     """Return the result of an elementwise equation for symbols, or None where it is unknown."""
+    symbol = _combine(equation, symbols)
+    is_large = isinstance(symbol, Choice) and has_more_parts(symbol.condition, MOST_PARTS)
+    return None if is_large else symbol
+
+
+def _combine(equation: Any, symbols: list[Any]) -> Symbol | None:
     name = equation.eqn.primitive.name
     dtype = equation.outputs[0].dtype
     if name in ("copy", "stop_gradient"):

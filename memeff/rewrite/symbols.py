@@ -166,6 +166,20 @@ def either(*formulas: Formula) -> Formula:
     return negate(both(*(negate(x) for x in formulas)))
 
 
+def has_more_parts(formula: Formula, most: int) -> bool:
+    """Return True if a formula has more than `most` parts, which are formulas themselves."""
+    waiting = [formula]
+    for _ in range(most):
+        if not waiting:
+            return False
+        formula = waiting.pop()
+        if isinstance(formula, Not):
+            waiting.append(formula.part)
+        elif isinstance(formula, And | Or):
+            waiting.extend(formula.parts)
+    return bool(waiting)
+
+
 def as_formula(symbol: Symbol) -> Formula:
     """Return the formula that a boolean symbol is."""
     if isinstance(symbol, Number):

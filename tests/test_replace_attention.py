@@ -1075,6 +1075,11 @@ def zeros_before_the_division_of_numbers(s, visible, v):
     return (jnp.where(visible, e, 0) @ v) / e.sum(-1, keepdims=True)
 
 
+def zeros_in_product_and_sum(s, visible, v):
+    e = jnp.where(visible, jnp.exp(s - s.max(-1, keepdims=True)), 0)
+    return (e @ v) / e.sum(-1, keepdims=True)
+
+
 # a program: what it gives in rows that see no key
 ZEROS = {
     functools.partial(weigh, zeros_among_exponentials): np.nan,
@@ -1083,6 +1088,7 @@ ZEROS = {
     functools.partial(weigh, zeros_of_jax): 0,
     zeros_before_the_division: np.nan,
     zeros_before_the_division_of_numbers: np.nan,
+    zeros_in_product_and_sum: np.nan,
 }
 
 

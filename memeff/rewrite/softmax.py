@@ -461,7 +461,9 @@ def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Ele
             if total is None:
                 break
             guarded = guarded_sum(total)
-            if shown_in_sum(guarded or total, chain(*terms), keys) == ():
+            shown = shown_in_sum(guarded or total, chain(*terms), keys)
+            if shown is not None:
+                softmax = dataclasses.replace(softmax, shown_in_sum=shown)
                 if guarded is not None:
                     softmax = dataclasses.replace(softmax, fraction=(chain(*terms)[-1], guarded))
                     softmax = _with_guarded_sum(softmax, total, keys)

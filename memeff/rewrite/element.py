@@ -292,7 +292,7 @@ class Builder:
             if isinstance(step, int):
                 self._elements[waiting.pop()] = step
             else:
-                waiting.extend(step)
+                waiting.extend(step[::-1])  # the first operand is on top
         return self._elements[element]
 
     def _step(self, value: Value, index: Index) -> int | list[Element]:

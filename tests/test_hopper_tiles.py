@@ -259,10 +259,10 @@ def test_blocks_that_stay_have_equally_much_to_do(T, heads):
 def test_query_heads_of_a_group_are_divided_where_key_heads_are_few(
     B, T, K, G, has_segments, parts
 ):
-    from memeff.pallas.hopper import backward_common, memory, scheduler
+    from memeff.pallas.hopper import backward_common, scheduler
 
     sizes = scheduler.CallSizes(B, T, T, K, G)
-    key_blocks = memory.KeyBlocks(128)
+    key_blocks = scheduler.KeyBlocks(128)
     args = sizes, Problem(right=0), key_blocks, has_segments
     assert backward_common.group_parts(*args) == parts
     divided = sizes.with_parts(parts)

@@ -21,7 +21,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import allow_approx_math
-from memeff.pallas.ampere.capability import KEY_BLOCKS
 from memeff.pallas.ampere.mosaic import (
     add_product_to_sums,
     copy_pairs,
@@ -62,6 +61,7 @@ from memeff.pallas.hopper.persistent import any_failed
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
+    KeyBlocks,
     KeyWork,
     QueryWork,
     cache_order,
@@ -76,7 +76,8 @@ from memeff.pallas.hopper.tile_ranges import with_lists
 from memeff.problem import Problem
 from memeff.shape import round_up
 
-ROWS = KEY_BLOCKS.keys  # of a tile, but for owned queries
+ROWS = 64  # of a tile, but for owned queries
+KEY_BLOCKS = KeyBlocks(ROWS, at_once=2)  # registers allow two, and shared memory mostly does
 
 
 class Tiling(NamedTuple):

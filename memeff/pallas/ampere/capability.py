@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from memeff.device import Device
 from memeff.pallas.hopper.capability import unsupported_by_fused, unsupported_option
-from memeff.pallas.hopper.memory import KeyBlocks
 from memeff.pallas.reasons import too_few_queries, unsupported_sizes
 from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem
@@ -21,7 +20,6 @@ from memeff.stored import StoredKeys
 
 LARGEST_HEAD = 128
 OLDEST_JAX = (0, 11, 2)  # that was tried
-KEY_BLOCKS = KeyBlocks(64, at_once=2)  # registers allow two, and shared memory mostly does
 
 _chosen: contextvars.ContextVar[bool] = contextvars.ContextVar("memeff_ampere", default=False)
 

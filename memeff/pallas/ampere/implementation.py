@@ -4,7 +4,6 @@ from jax import Array
 
 # "x as x": x is a function of the family, defined elsewhere
 from memeff.chunked.tangent import tangent as tangent  # from the kernels' out and lse
-from memeff.pallas.ampere.capability import KEY_BLOCKS
 from memeff.pallas.ampere.capability import backward_is_kernel as backward_is_kernel
 from memeff.pallas.ampere.capability import for_device as for_device
 from memeff.pallas.ampere.capability import fused_is_faster as fused_is_faster
@@ -39,6 +38,8 @@ def describe(problem: Problem, schedule: Schedule, operands: Operands) -> str:
 
 def temp_bytes(problem: Problem, schedule: Schedule, operands: Operands) -> tuple[int, int]:
     """Return the temporary bytes of a forward, and those of forward and gradient in one call."""
+    from memeff.pallas.ampere.backward import KEY_BLOCKS
+
     return memory.temp_bytes(problem, schedule, operands, KEY_BLOCKS)
 
 

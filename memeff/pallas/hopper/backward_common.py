@@ -32,7 +32,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
-from memeff.pallas.hopper.memory import KeyBlocks
 from memeff.pallas.hopper.mosaic import init_accumulator, multiprocessors, plgpu, positions
 from memeff.pallas.hopper.parts import load_tile
 from memeff.pallas.hopper.persistent import (
@@ -46,6 +45,7 @@ from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.scheduler import (
     MAX_PERSISTENT_POSITIONS,
     CallSizes,
+    KeyBlocks,
     KeyWork,
     TileOrder,
     cache_order,

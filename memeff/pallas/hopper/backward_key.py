@@ -26,7 +26,6 @@ from memeff.pallas.hopper.backward_common import (
     zero_padding,
 )
 from memeff.pallas.hopper.bias import bias_tiles, copy_bias
-from memeff.pallas.hopper.memory import KeyBlocks
 from memeff.pallas.hopper.mosaic import (
     COL,
     Ref,
@@ -56,6 +55,7 @@ from memeff.pallas.hopper.persistent import ROWS, Ring, Roles, WorkState, run_pe
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
+    KeyBlocks,
     KeyWork,
     find_key_work,
     may_have_unmasked_tiles,

@@ -34,7 +34,6 @@ from memeff.pallas.hopper.backward_key import (
     store_gradients,
     sum_parts,
 )
-from memeff.pallas.hopper.memory import KeyBlocks
 from memeff.pallas.hopper.mosaic import (
     COL,
     FLOATS,
@@ -58,7 +57,14 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.persistent import ROWS, drain
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
-from memeff.pallas.hopper.scheduler import CallSizes, KeyWork, TileOrder, cache_order, find_key_work
+from memeff.pallas.hopper.scheduler import (
+    CallSizes,
+    KeyBlocks,
+    KeyWork,
+    TileOrder,
+    cache_order,
+    find_key_work,
+)
 from memeff.pallas.hopper.score_tile import (
     HeadNumbers,
     TokenVectors,

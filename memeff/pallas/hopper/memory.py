@@ -1,6 +1,6 @@
 """Estimate the temporary memory of the Hopper kernels."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from memeff.pallas.hopper.capability import (
     backward_is_kernel,
@@ -13,19 +13,15 @@ from memeff.pallas.user_functions import calls
 from memeff.problem import Operands, Problem, Schedule
 from memeff.shape import round_up
 
-
-class KeyBlocks(NamedTuple):
-    """The thread blocks of a kernel that computes dk and dv."""
-
-    keys: int  # of each
-    at_once: int = 1  # blocks that share a multiprocessor
+if TYPE_CHECKING:
+    from memeff.pallas.hopper.scheduler import KeyBlocks
 
 
 def temp_bytes(
     problem: Problem,
     schedule: Schedule,
     operands: Operands,
-    key_blocks: KeyBlocks | None = None,
+    key_blocks: "KeyBlocks | None" = None,
 ) -> tuple[int, int]:
     """Return the bytes of a forward for inference, and those of forward and gradient in one call.
 
@@ -85,16 +81,17 @@ def temp_bytes(
     return forward, gradient
 
 
-def _key_blocks(problem: Problem, schedule: Schedule, operands: Operands) -> KeyBlocks:
+def _key_blocks(problem: Problem, schedule: Schedule, operands: Operands) -> "KeyBlocks":
     """Return the thread blocks of the kernel for dk and dv."""
     from memeff.pallas.hopper import calls
+    from memeff.pallas.hopper.scheduler import KeyBlocks
 
     if schedule.fused_backward:
         return KeyBlocks(calls.fused_tiling(operands).item_size)
     return KeyBlocks(calls.backward_tilings(problem, operands)[1].item_size)
 
 
-def _parts_of_groups(problem: Problem, operands: Operands, key_blocks: KeyBlocks) -> int:
+def _parts_of_groups(problem: Problem, operands: Operands, key_blocks: "KeyBlocks") -> int:
     """Return into how many parts the kernels of keys divide the query heads of each key head."""
     from memeff.pallas.hopper.backward_common import group_parts
     from memeff.pallas.hopper.scheduler import CallSizes

@@ -31,6 +31,13 @@ class CallSizes(NamedTuple):
         return self._replace(K=self.K * parts, G=self.G // parts, parts=parts)
 
 
+class KeyBlocks(NamedTuple):
+    """The thread blocks of a kernel that computes dk and dv."""
+
+    keys: int  # of each
+    at_once: int = 1  # blocks that share a multiprocessor
+
+
 class TileOrder(NamedTuple):
     """Order of work items: heads in groups of `section`, tile-major inside a group.
 

@@ -100,9 +100,8 @@ class BlockMask:
             f"{visited} of {blocks.any_visible.size} visited ({masked} of them with a mask), "
             f"{100 * self.sparsity:.1f} % hidden"
         )
-        side = (
-            max(1, ceil_div(max(blocks.any_visible.shape), 64)) * blocks.size
-        )  # tokens of one sign
+        blocks_of_sign = max(1, ceil_div(max(blocks.any_visible.shape), 64))
+        side = blocks_of_sign * blocks.size
         any_visible, all_visible = blocks.visible_tiles(side, side)
         shade = any_visible.astype(int) + all_visible
         signs = np.array([".", "+", "#"])[shade]

@@ -60,7 +60,7 @@ class StoredKeys:
 
         A page that the table does not have, or that does not exist, is read as NaN.
         """
-        if self.table is None and may_be_sharded():  # of a gather XLA makes all-gathers
+        if self.table is None and may_be_sharded():  # XLA would turn a gather into all-gathers
             values = slice_letters(self.values, "bskh", cuts)
             scales = self.scales
             if scales is not None:

@@ -321,6 +321,16 @@ def position_arguments(kwargs: dict) -> dict:
     return {name: x for name, x in kwargs.items() if name not in NOT_POSITIONS}
 
 
+# Calls whose query heads of a group have a thread block each (small calls are not divided), and
+# the kind of gradient.
+DIVIDED = {
+    "64": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "split"),
+    "two tiles": (small(T=130, S=200, G=4, H=128, D=128), dict(logits_soft_cap=5.0), "split"),
+    "wide": (small(T=66, S=100, K=2, G=2, H=192, D=128), {}, "split"),
+    "64, fused": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "fused"),
+    "two tiles, fused": (small(T=130, S=200, G=4, H=128, D=128), {}, "fused"),
+}
+
 # Calls whose gradient is computed in one kernel: sizes, keyword arguments, and whether one block of
 # 128 keys runs. The interpreter takes blocks that add to
 # the same dq for a race, so it looks for races only where there is one block.

@@ -8,6 +8,7 @@ import pytest
 from conftest import assert_truth, few
 from hopper_cases import (
     CASES,
+    DIVIDED,
     FUSED,
     assert_case,
     bf16,
@@ -106,17 +107,6 @@ def test_gradient_of_wide_heads_with_a_bias_is_taken_by_the_chunked_path():
     args = draw(bf16, small(T=70, S=90, H=192, D=130))
     kwargs = dict(bias=np.linspace(-1, 1, 70 * 90).reshape(1, 1, 70, 90).astype(f32))
     assert_truth(run_kernels(args, kwargs), "192", args, kwargs, "bfloat16")
-
-
-# Calls whose query heads of a group have a thread block each (small calls are not divided), and
-# the kind of gradient.
-DIVIDED = {
-    "64": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "split"),
-    "two tiles": (small(T=130, S=200, G=4, H=128, D=128), dict(logits_soft_cap=5.0), "split"),
-    "wide": (small(T=66, S=100, K=2, G=2, H=192, D=128), {}, "split"),
-    "64, fused": (small(T=66, S=100, K=2, G=2), dict(is_causal=True), "fused"),
-    "two tiles, fused": (small(T=130, S=200, G=4, H=128, D=128), {}, "fused"),
-}
 
 
 @pytest.mark.parametrize("name", few(DIVIDED, ("64", "64, fused")))

@@ -76,8 +76,8 @@ class Graph:
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, outer: Sequence[Value | None]):
-        # by how it is computed, the first such value; and by a value and a depth, what was found
-        self.first_equal: dict[Any, Value] = {}
+        self.first_equal: dict[Any, Value] = {}  # by how it is computed
+        self.found_equal: dict[tuple[Value, int], Value] = {}  # what `first_equal` returned
         self.equations: list[Equation] = []  # of all calls, in the order of the program
         self.inputs = []
         for variable, value in zip(jaxpr.jaxpr.invars, outer, strict=True):
@@ -129,10 +129,10 @@ def first_equal(value: Value, depth: int = 0) -> Value:
         return value
     if not maker.in_program:
         return value
-    equals = maker.graph.first_equal
-    if (value, depth) not in equals:
-        equals[value, depth] = _first_equal(value, maker, depth)
-    return equals[value, depth]
+    found = maker.graph.found_equal
+    if (value, depth) not in found:
+        found[value, depth] = _first_equal(value, maker, depth)
+    return found[value, depth]
 
 
 def _first_equal(value: Value, maker: Equation, depth: int) -> Value:

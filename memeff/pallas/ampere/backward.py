@@ -77,7 +77,7 @@ from memeff.problem import Problem
 from memeff.shape import round_up
 
 ROWS = 64  # of a tile, but for owned queries
-KEY_BLOCKS = KeyBlocks(ROWS, at_once=2)  # registers allow two, and shared memory mostly does
+KEY_BLOCKS = KeyBlocks(ROWS, at_once=2)  # one, where shared memory is too small for two
 
 
 class Tiling(NamedTuple):

@@ -61,7 +61,7 @@ ITEM_START_TILES = 2  # tiles that a block could visit while it goes from one it
 START_OF_PART = 6  # the same where results are stored in two arrays
 SUMMED_TOKENS = 2900  # whose partial dk and dv XLA adds up in the time of one visit
 MASKED_VISIT = 2.9  # how much longer a visit takes in a tile of keys of two segments
-BUSY_VISIT = 1.3  # and where all multiprocessors are busy
+BUSY_VISIT = 1.3  # how much longer a visit takes where all multiprocessors are busy
 WORTHWHILE = 0.9  # of the time of fewer parts
 
 

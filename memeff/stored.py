@@ -60,7 +60,9 @@ class StoredKeys:
 
         A page that the table does not have, or that does not exist, is read as NaN.
         """
-        if self.table is None and may_be_sharded():  # XLA would turn a gather into all-gathers
+        # XLA would turn a gather of sharded arrays into all-gathers. On one GPU it is faster than a
+        # slice, which XLA copies.
+        if self.table is None and may_be_sharded():
             values = slice_letters(self.values, "bskh", cuts)
             scales = self.scales
             if scales is not None:

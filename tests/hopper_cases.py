@@ -153,6 +153,21 @@ def kernels(text: str) -> int:
     return len(re.findall(r"custom_call @mosaic_gpu", text))
 
 
+def assert_fused_gradient_stays(monkeypatch, module, capability: str) -> None:
+    """Check that dq, dk and dv of the kernel in `module` stay as they are if they are finite."""
+    fused_gradients = module.fused_gradients
+
+    def sevens(*args):
+        dq, dk, dv, *rest = fused_gradients(*args)
+        return *(jnp.full_like(x, 7) for x in (dq, dk, dv)), *rest
+
+    monkeypatch.setattr(module, "fused_gradients", sevens)
+    call = dict(implementation="pallas", backward="fused", scale=1.0)
+    with interpreted(detect_races=False, capability=capability):
+        grads = run_call(draw(bf16, small(T=61, S=91)), call, "bfloat16").grads
+    assert all((x == 7).all() for x in grads.values())
+
+
 def assert_partial_out_is_not_rounded(implementation, capability: str) -> None:
     """Check that partial out differs from out by what rounding takes, half of the last place."""
     args = draw(bf16, small(T=70, S=130))

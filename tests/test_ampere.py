@@ -20,6 +20,7 @@ from hopper_cases import (
     FUSED,
     assert_case,
     assert_equal_bits,
+    assert_fused_gradient_stays,
     assert_partial_out_is_not_rounded,
     bf16,
     draw,
@@ -35,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 import memeff
 from memeff import pallas
 from memeff.device import Device, pretend_device
-from memeff.pallas.ampere import capability, implementation
+from memeff.pallas.ampere import calls, capability, implementation
 
 SUPPORTED = capability.for_device(Device("gpu", "8.0")) is None
 needs_kernels = pytest.mark.skipif(not SUPPORTED, reason="the kernels need jax 0.11.2")
@@ -127,6 +128,11 @@ def test_fused_gradient_is_done_again_where_what_is_hidden_is_not_finite():
     key[:, 150:] = np.inf
     dirty = (query, key, value), kwargs | {"backward": "fused"}
     assert_equal_bits(run_kernels(*dirty, detect_races=False).grads, clean.grads)
+
+
+@needs_kernels
+def test_fused_gradient_stays_where_it_is_finite(monkeypatch):
+    assert_fused_gradient_stays(monkeypatch, calls, "8.0")
 
 
 @needs_kernels
@@ -268,7 +274,9 @@ def test_number_of_kernels(expected, kwargs):
     shape = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
     with pretend_device("gpu", "8.0"):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape, shape, shape)
-        assert kernels(traced.lower(lowering_platforms=("cuda",)).as_text()) == expected
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert kernels(text) == expected
+    assert "stablehlo.while" not in text  # for which a GPU waits for the host
 
 
 @needs_kernels

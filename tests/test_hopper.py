@@ -3,6 +3,9 @@
 The kernels run in Mosaic's interpreter. It plays warpgroups, barriers and copies, and finds races.
 """
 
+import functools
+
+import jax
 import numpy as np
 import pytest
 from conftest import assert_truth, few
@@ -11,15 +14,21 @@ from hopper_cases import (
     DIVIDED,
     FUSED,
     assert_case,
+    assert_fused_gradient_stays,
     bf16,
     draw,
     f32,
     i32,
+    kernels,
+    lowered,
     needs_kernels,
     not_finite_products,
     run_kernels,
     small,
 )
+
+from memeff import dot_product_attention
+from memeff.pallas.hopper import calls
 
 pytestmark = needs_kernels
 
@@ -148,3 +157,18 @@ def test_fused_gradient_is_done_again_where_what_is_hidden_is_not_finite(hidden)
     dirty = run_kernels((query, key, value), fused, detect_races=False)
     for name, grad in clean.grads.items():
         np.testing.assert_array_equal(grad, dirty.grads[name], err_msg=name)
+
+
+def test_fused_gradient_stays_where_it_is_finite(monkeypatch):
+    assert_fused_gradient_stays(monkeypatch, calls, "9.0")
+
+
+def test_the_host_does_not_decide_whether_the_fused_gradient_is_done_again():
+    def gradient(query, key, value):
+        attend = functools.partial(dot_product_attention, implementation="pallas", backward="fused")
+        return jax.vjp(attend, query, key, value)[1](query)
+
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), bf16)
+    text = lowered(gradient, x, x, x)
+    assert kernels(text) == 5  # the forward, delta, the fused kernel and those of the other form
+    assert "stablehlo.while" not in text and "stablehlo.case" not in text

@@ -48,6 +48,8 @@ SPILLED_IN_CASES = {
     "one key head, fused": 500,  # behind the loop, where dk and dv are stored in two arrays each
     "bias 32": 480,  # in tiles with masks, whose logits, bias and mask are in registers together
 }
+# dq of heads of 128 where it only runs if a sum of the fused kernel is not finite.
+SPILLED_AFTER_FUSED = {"memeff_dq": 260}
 PARTS = 2  # of the 16 query heads of the only key head
 # The decode kernel spills only where an item has one of two tiles of rows, or 64 rows of 8 bits.
 SPILLED_IN_DECODE_CASES = {
@@ -245,8 +247,9 @@ def test_compiles(ptxas_output, name):
         flags=re.DOTALL,
     )
     assert {kernel for kernel, _ in spilled} == expected_kernels(name)
+    allowed = SPILLED | (SPILLED_AFTER_FUSED if "fused" in name else {})
     for kernel, spills in spilled:
-        assert int(spills) <= max(SPILLED[kernel], SPILLED_IN_CASES.get(name, 0)), kernel
+        assert int(spills) <= max(allowed[kernel], SPILLED_IN_CASES.get(name, 0)), kernel
     H = CASES[name]["H"]
     if CASES[name].get("dtype") == "float32":
         assert SERIAL_IN_FLOAT32.findall(text) == []

@@ -57,7 +57,7 @@ from memeff.pallas.hopper.mosaic import (
 )
 from memeff.pallas.hopper.nonfinite import clean_tile
 from memeff.pallas.hopper.parts import rounding_rest
-from memeff.pallas.hopper.persistent import any_failed
+from memeff.pallas.hopper.persistent import IfBad, any_failed
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
@@ -124,17 +124,18 @@ class GradientCall(NamedTuple):
     tiling: Tiling
 
 
-def query_gradient(call: GradientCall) -> tuple[Array, ...]:
+def query_gradient(call: GradientCall, if_bad: IfBad | None = None) -> tuple[Array, ...]:
     """Return dq in the shape of query, and one sum [B, N, T''] for each term's gradient.
 
     The sums over keys are those of cotangents of the scale, the soft cap and `score_fn`'s inputs.
+    With `if_bad` there are none.
     """
-    return _run("memeff_ampere_dq", False, call)
+    return _run("memeff_ampere_dq", False, call, if_bad=if_bad)
 
 
-def key_value_gradient(call: GradientCall) -> tuple[Array, ...]:
+def key_value_gradient(call: GradientCall, if_bad: IfBad | None = None) -> tuple[Array, ...]:
     """Return dk and dv in the shapes of key and value."""
-    return _run("memeff_ampere_dkdv", True, call)
+    return _run("memeff_ampere_dkdv", True, call, if_bad=if_bad)
 
 
 def fused_gradients(call: GradientCall) -> tuple[Array, ...]:
@@ -153,9 +154,16 @@ def fused_gradients(call: GradientCall) -> tuple[Array, ...]:
 
 
 def _run(
-    name: str, of_keys: bool, call: GradientCall, sums: Array | None = None
+    name: str,
+    of_keys: bool,
+    call: GradientCall,
+    sums: Array | None = None,
+    if_bad: IfBad | None = None,
 ) -> tuple[Array, ...]:
-    """Run the kernel for dk and dv (`of_keys`), which may add dq to `sums`, or that for dq."""
+    """Run the kernel for dk and dv (`of_keys`), which may add dq to `sums`, or that for dq.
+
+    With `if_bad` it does nothing if those results are good.
+    """
     problem, lengths, arrays, scalars, tiling = call
     query, key, value, *_ = arrays
     B, _, N, H = query.shape
@@ -163,7 +171,7 @@ def _run(
     T, S = lengths
     sizes = CallSizes(B, T, S, K, N // K)
     owned = ROWS if of_keys else tiling.query_rows
-    if of_keys:
+    if of_keys and if_bad is None:
         has_segments = scalars.q_segments is not None
         sizes = sizes.with_parts(group_parts(sizes, problem, KEY_BLOCKS, has_segments))
     heads = B * (sizes.K if of_keys else N)
@@ -174,14 +182,20 @@ def _run(
     scalars = with_ranges(scalars, lengths, owned, keys=of_keys)
     tile = (ROWS, owned) if of_keys else (owned, ROWS)
     scalars = with_lists(problem, scalars, lengths, tile, keys=of_keys)
-    operands, structure = jax.tree.flatten((arrays, scalars))
+    operands, structure = jax.tree.flatten((arrays, scalars, if_bad and if_bad.is_bad))
     find_work = find_key_work if of_keys else find_query_work
 
     def body(*refs, scratch: Scratch):
-        array_refs, scalar_refs = jax.tree.unflatten(structure, refs[: len(operands)])
+        *inputs, is_bad_ref = jax.tree.unflatten(structure, refs[: len(operands)])
+        compute = functools.partial(compute_tile, *inputs, refs[len(operands) :], scratch)
+        if is_bad_ref is None:
+            compute()
+        else:
+            pl.when(is_bad_ref[0] > 0)(compute)
+
+    def compute_tile(array_refs, scalar_refs, outputs, scratch: Scratch) -> None:
         index = lax.axis_index("block")
         work: Any = find_work(problem, sizes, scalar_refs, *tile, order, index)
-        outputs = refs[len(operands) :]
         inputs = problem, sizes, array_refs, scratch, work
         if of_keys:
             KeyTile(*inputs).run(outputs[:count], *outputs[count:])
@@ -194,12 +208,13 @@ def _run(
         shapes *= arrays_of_parts(sizes.parts)
     count = len(shapes)
     types = [jax.ShapeDtypeStruct(x, query.dtype) for x in shapes]
-    has_sums = sums is not None
-    scratch = scratch_types(H, D, query.dtype, tiling.stages, tile, scalars, has_sums)
+    scratch = scratch_types(H, D, query.dtype, tiling.stages, tile, scalars, sums is not None)
     run = functools.partial(kernel, body, name)
     more = {"scratch": scratch}, items, allow_approx_math(problem)
-    if has_sums:
+    state = if_bad.results if if_bad else ()
+    if sums is not None:
         state = *(lax.empty(x.shape, x.dtype) for x in types), sums
+    if state:
         stored = pl.run_state(lambda refs: run([], *more)(*operands, *refs))(state)
     else:
         if not of_keys:

@@ -22,7 +22,6 @@ from memeff.pallas.ampere.backward import (
 from memeff.pallas.ampere.backward_bias import bias_gradient
 from memeff.pallas.hopper.backward_common import (
     Gradient,
-    again_if_bad,
     count_term_gradients,
     float16_lift,
     undo_lift,
@@ -48,6 +47,7 @@ from memeff.pallas.hopper.layout import (
     split_query,
     unfold_heads,
 )
+from memeff.pallas.hopper.persistent import IfBad
 from memeff.pallas.partitioning import partitioned
 from memeff.pallas.user_functions import calls
 from memeff.pallas.user_functions.extra_gradients import extra_cotangents
@@ -262,10 +262,7 @@ def _fused_gradient(call: GradientCall) -> tuple[Array, ...]:
     dtype = call.arrays.query.dtype
     dq, dk, dv = fused_gradients(call)
     dq = undo_lift(dq * Gradient(call.problem, LogitParams()).slope, dtype).astype(dtype)
-    gradients = dq, dk, dv
-    bad = ~jnp.stack([jnp.isfinite(x).all() for x in gradients]).all()
-
-    def compute() -> tuple[Array, ...]:
-        return *query_gradient(call), *key_value_gradient(call)
-
-    return again_if_bad(bad, gradients, compute)
+    is_finite = jnp.stack([jnp.isfinite(x).all() for x in (dq, dk, dv)]).all()
+    is_bad = (~is_finite).astype(jnp.int32)[None]
+    (dq,) = query_gradient(call, IfBad(is_bad, (dq,)))
+    return dq, *key_value_gradient(call, IfBad(is_bad, (dk, dv)))

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 
 from memeff.logits import LOG2_E, logits_base2, logits_from_dots, logits_linear
@@ -74,13 +74,6 @@ def undo_lift(x: Array, dtype, state: WorkState | None = None) -> Array:
     """Divide a sum of p or ds by the lift. Items that are done again have none."""
     lift = float16_lift(dtype) if state is None or state.first_round else 0.0
     return x * 2.0**-lift if lift else x
-
-
-def again_if_bad(bad: Array, results: Any, compute: Callable[[], Any]) -> Any:
-    """Return the arrays `results`, or those of `compute()` if `bad`."""
-    # A loop that runs once or never, because it writes over the bad arrays. A cond would hold both.
-    start = bad, results
-    return lax.while_loop(lambda x: x[0], lambda _: (jnp.bool_(False), compute()), start)[1]
 
 
 class Tiling(NamedTuple):

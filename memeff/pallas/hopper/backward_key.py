@@ -51,7 +51,14 @@ from memeff.pallas.hopper.parts import (
     store_tile,
     transposed,
 )
-from memeff.pallas.hopper.persistent import ROWS, Ring, Roles, WorkState, run_persistent_kernel
+from memeff.pallas.hopper.persistent import (
+    ROWS,
+    IfBad,
+    Ring,
+    Roles,
+    WorkState,
+    run_persistent_kernel,
+)
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
@@ -126,6 +133,7 @@ def key_value_gradient(
     tiling: Tiling,
     wanted: Wanted = "both",
     joined: bool = False,
+    if_bad: IfBad | None = None,
 ) -> tuple[Array, ...]:
     """Return dk [B, S, K, H] and dv [B, S, K, D], or one of them, in the dtype of the call.
 
@@ -147,7 +155,8 @@ def key_value_gradient(
     tiles = tiles_visited(problem, lengths, tiling.item_size, ROWS, keys=True)
     shape = CallSizes(B, T, S, K, N // K)
     key_blocks = KeyBlocks(tiling.item_size)
-    shape = shape.with_parts(group_parts(shape, problem, key_blocks, has_segments))
+    if if_bad is None:
+        shape = shape.with_parts(group_parts(shape, problem, key_blocks, has_segments))
     bytes_read = T * shape.G * (H + D) * 2
     heads = B * shape.K
     blocks, order = choose_blocks(problem, scalars, shape.G * tiles, ROWS, heads, bytes_read)
@@ -194,6 +203,7 @@ def key_value_gradient(
         items=heads * tiles.size,
         blocks=blocks,
         consumers=tiling.warpgroups,
+        if_bad=if_bad,
     )
     dtype = query.dtype if is_rounded else jnp.float32
     stored = [merge_array(x, dtype) for x in stored]

@@ -47,7 +47,7 @@ from memeff.pallas.hopper.parts import (
     store_tile,
     transposed,
 )
-from memeff.pallas.hopper.persistent import ROWS, Roles, WorkState, run_persistent_kernel
+from memeff.pallas.hopper.persistent import ROWS, IfBad, Roles, WorkState, run_persistent_kernel
 from memeff.pallas.hopper.scalars import Scalars, with_ranges
 from memeff.pallas.hopper.scheduler import (
     CallSizes,
@@ -99,6 +99,7 @@ def query_gradient(
     row_terms: Array | None,
     scalars: Scalars,
     tiling: Tiling,
+    if_bad: IfBad | None = None,
 ) -> tuple[Array, ...]:
     """Return dq [B, T, N, H], delta [B, N, T''], and like delta one sum for each term's gradient.
 
@@ -154,6 +155,7 @@ def query_gradient(
         items=B * N * visited.size,
         blocks=blocks,
         consumers=tiling.warpgroups,
+        if_bad=if_bad,
     )
 
 

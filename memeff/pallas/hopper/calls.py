@@ -42,6 +42,7 @@ from memeff.pallas.hopper.layout import (
     value_width,
 )
 from memeff.pallas.hopper.parts import count_parts, merge_array
+from memeff.pallas.hopper.persistent import IfBad
 from memeff.pallas.hopper.scalars import Scalars
 from memeff.pallas.hopper.tangent import tangents
 from memeff.pallas.hopper.tangent_compute import TangentArrays
@@ -382,11 +383,12 @@ def _split_gradient(
     tilings: tuple[backward_common.Tiling, ...],
     keys_first: bool,
     joined: bool,
+    if_bad: tuple[IfBad | None, IfBad | None] = (None, None),
 ) -> tuple[Any, ...]:
     """Return padded dq, delta and [dk, dv] of two kernels, of which that of the keys may run first.
 
     dk and dv may be one array, `joined`. Sums over keys of cotangents of numbers follow. With three
-    tilings, each gradient has a kernel.
+    tilings, each gradient has a kernel. `if_bad` is of dq, and of dk and dv.
     """
     query, key, value, out, dout, lse, dlse = inputs
     query_tiling, *key_tilings = tilings
@@ -397,7 +399,7 @@ def _split_gradient(
         arrays = query, key, value, None if has_three else out, dout, lse
         row_terms = delta if has_three else dlse
         dq, *more = backward_query.query_gradient(
-            query_functions, lengths, arrays, row_terms, scalars, query_tiling
+            query_functions, lengths, arrays, row_terms, scalars, query_tiling, if_bad[0]
         )
         return (dq, delta, *more) if has_three else (dq, *more)
 
@@ -406,7 +408,11 @@ def _split_gradient(
         arrays = query, key, value, dout, lse, delta
         call = key_functions, lengths, arrays, scalars
         if not has_three:
-            return list(backward_key.key_value_gradient(*call, key_tilings[0], joined=joined))
+            return list(
+                backward_key.key_value_gradient(
+                    *call, key_tilings[0], joined=joined, if_bad=if_bad[1]
+                )
+            )
         (dk,) = backward_key.key_value_gradient(*call, key_tilings[0], "dk")
         (dv,) = backward_key.key_value_gradient(*call, key_tilings[1], "dv")
         return [dk, dv]
@@ -455,7 +461,7 @@ def _fused_gradient(
     inputs: _GradientInputs,
     scalars: Scalars,
     tiling: backward_common.Tiling,
-    split: Callable[[], tuple[Any, ...]],
+    split: Callable[..., tuple[Any, ...]],
 ) -> tuple[Array, ...]:
     """Return padded dq, dk and dv of one kernel, or of `split` if a sum is not finite."""
     query, key, value, _, dout, lse, _ = inputs
@@ -465,13 +471,9 @@ def _fused_gradient(
     )
     dq *= backward_common.Gradient(problem, LogitParams()).slope
     dq = backward_common.undo_lift(dq, query.dtype).astype(query.dtype)
-    bad = jnp.isnan(nan_if_bad).any()
-
-    def compute() -> tuple[Array, ...]:
-        dq, _, (dk, dv) = split()
-        return dq, dk, dv
-
-    return backward_common.again_if_bad(bad, (dq, dk, dv), compute)
+    is_bad = jnp.isnan(nan_if_bad).any().astype(jnp.int32)[None]
+    dq, _, (dk, dv) = split(if_bad=(IfBad(is_bad, (dq,)), IfBad(is_bad, (dk, dv))))
+    return dq, dk, dv
 
 
 def tangent(

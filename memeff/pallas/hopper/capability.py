@@ -294,12 +294,12 @@ def tangent_is_kernel(problem: Problem, operands: Operands) -> bool:
 
 
 # Forward + gradient, H200, bfloat16 (docs/kernels.md has the cases): in all that were measured from
-# these bounds on, one kernel was 1 to 37 % faster than two. With half the keys it was between 5 %
-# slower and 6 % faster, with fewer mostly slower; with half the logits between 9 % slower and 7 %
-# faster; with half the blocks 9 % slower.
+# these bounds on, one kernel was 1 to 37 % faster than two. With half the keys it was between 3 %
+# slower and 23 % faster, with fewer mostly slower. Calls with fewer logits were not measured.
 FUSED_KEYS = 4096  # keys that a query sees on average
-FUSED_LOGITS = 2**30  # visible logits of all heads
-FUSED_BLOCKS = 512  # thread blocks of the whole call
+FUSED_LOGITS = 2**26  # visible logits of all heads
+# thread blocks of a call in causal order with heads of 128; half of them were 0 to 7 % slower
+FUSED_BLOCKS = 512
 FUSED_BLOCK_KEYS = 128  # keys that a thread block owns
 
 
@@ -311,10 +311,12 @@ def fused_is_faster(problem: Problem, operands: Operands) -> bool:
     if not _fused_was_measured(problem, operands):
         return False
     shape = operands.shape
-    keys = shape.S / 2 if problem.right == 0 else shape.S
+    is_causal = problem.right == 0
+    keys = shape.S / 2 if is_causal else shape.S
     blocks = shape.B * shape.K * -(-shape.S // FUSED_BLOCK_KEYS)
     logits = shape.B * shape.N * shape.T * keys
-    return keys >= FUSED_KEYS and logits >= FUSED_LOGITS and blocks >= FUSED_BLOCKS
+    has_blocks = not is_causal or shape.H == 64 or blocks >= FUSED_BLOCKS
+    return keys >= FUSED_KEYS and logits >= FUSED_LOGITS and has_blocks
 
 
 def _fused_was_measured(problem: Problem, operands: Operands) -> bool:

@@ -61,6 +61,7 @@ class PersistentLoop(NamedTuple):
     total: int  # items of the kernel
     blocks: int
     block: Array  # index of this thread block
+    wanted: Any  # 1, or 0 if no item is to be done
     # (index of an item, WorkState) -> (tiles visited, how it failed)
     do: Callable[..., tuple[Array, Array]]
 
@@ -69,7 +70,7 @@ class PersistentLoop(NamedTuple):
         """Return the number of items of this thread block."""
         whole = self.total // self.blocks
         has_one_more = self._position(whole) < self.total - whole * self.blocks
-        return whole + has_one_more.astype(jnp.int32)
+        return self.wanted * (whole + has_one_more.astype(jnp.int32))
 
     def _position(self, n) -> Array:
         """Return the position of this block's n-th item among the n-th items of all blocks."""
@@ -79,6 +80,13 @@ class PersistentLoop(NamedTuple):
     def __call__(self, n, state: WorkState):
         """Do the n-th item of this thread block."""
         return self.do(n * self.blocks + self._position(n), state)
+
+
+class IfBad(NamedTuple):
+    """Results of another kernel, which a kernel computes again, in place, if they are bad."""
+
+    is_bad: Array  # [1] of 1 or 0
+    results: tuple[Array, ...]
 
 
 class Ring(NamedTuple):
@@ -115,16 +123,20 @@ def run_persistent_kernel(
     consumers: int,
     sums_over_rows: bool = False,
     third_round: bool = False,
+    if_bad: IfBad | None = None,
 ) -> tuple[Array, ...]:
     """Run a persistent kernel over `operands`, a pytree of arrays, and return its results.
 
+    With `if_bad` its results stand for the first ones of the kernel, which does nothing if they are
+    good. The host starts it without knowing which they are, so it need not wait for that.
     `scratch` has the types of shared memory, with the `failed_s` and the `all_warpgroups` of
     `run_with_retries`. `roles(operand_refs, result_refs, scratch)` returns those in a thread block.
     """
-    arrays, structure = jax.tree.flatten(operands)
+    arrays, structure = jax.tree.flatten((operands, if_bad and if_bad.is_bad))
 
     def body(*refs, scratch: Any):
-        operand_refs = jax.tree.unflatten(structure, refs[: len(arrays)])
+        operand_refs, is_bad_ref = jax.tree.unflatten(structure, refs[: len(arrays)])
+        wanted = 1 if is_bad_ref is None else is_bad_ref[0]
         parts = roles(operand_refs, refs[len(arrays) :], scratch)
         meeting = scratch.failed_s, scratch.all_warpgroups
         warpgroup = lax.axis_index("warpgroup")
@@ -134,7 +146,7 @@ def run_persistent_kernel(
             def do_item(index, state):
                 return do(parts.find_work(index), state)
 
-            return PersistentLoop(items, blocks, block, do_item)
+            return PersistentLoop(items, blocks, block, wanted, do_item)
 
         @pl.when(warpgroup < consumers)
         def _consumer():
@@ -150,14 +162,17 @@ def run_persistent_kernel(
     kernel = warp_specialized_kernel(
         body,
         name,
-        results,
+        [] if if_bad else results,
         {"scratch": scratch},
         blocks,
         consumers + 1,
         allow_approx_math(problem),
         sums_over_rows=sums_over_rows,
     )
-    return tuple(kernel(*arrays))
+    if if_bad is None:
+        return tuple(kernel(*arrays))
+    others = [lax.empty(x.shape, x.dtype) for x in results[len(if_bad.results) :]]
+    return tuple(pl.run_state(lambda refs: kernel(*arrays, *refs))((*if_bad.results, *others)))
 
 
 def run_with_retries(

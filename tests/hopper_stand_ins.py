@@ -50,7 +50,7 @@ def attend(problem, lengths, arrays, scalars, want_lse, tiling, carried):
     return (out,), pad_to_tiles(lse, tiling.rows) if want_lse else None
 
 
-def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
+def query_gradient(problem, lengths, arrays, dlse, scalars, tiling, if_bad):
     *arrays, lse = arrays
     query, key, value, out, dout = cut_to_lengths(lengths, arrays)
     delta = -jnp.einsum("btnd,btnd->bnt", out.astype(f32), dout.astype(f32))
@@ -62,7 +62,7 @@ def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
     return jnp.einsum("bnts,bsnh->btnh", ds, key).astype(query.dtype), delta
 
 
-def key_value_gradient(problem, lengths, arrays, scalars, tiling, joined):
+def key_value_gradient(problem, lengths, arrays, scalars, tiling, joined, if_bad):
     query, key, value, dout = cut_to_lengths(lengths, arrays[:4])
     lse, delta = arrays[4:]
     ds, p = cotangent_of_logits(problem, query, key, value, dout, lse, delta)

@@ -198,7 +198,7 @@ def echoing_kernels(monkeypatch):
         lse = jnp.zeros((*slopes.shape, 128)) if want_lse else None
         return (out[..., :D],), lse
 
-    def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
+    def query_gradient(problem, lengths, arrays, dlse, scalars, tiling, if_bad):
         sums = scalars.head_numbers[0][..., None] * jnp.ones(128)
         return jnp.zeros_like(arrays[0]), jnp.zeros_like(sums), sums
 
@@ -207,7 +207,7 @@ def echoing_kernels(monkeypatch):
     monkeypatch.setattr(backward_key, "key_value_gradient", no_key_value_gradient)
 
 
-def no_key_value_gradient(problem, lengths, arrays, scalars, tiling, joined):
+def no_key_value_gradient(problem, lengths, arrays, scalars, tiling, joined, if_bad):
     return jnp.zeros_like(arrays[1]), jnp.zeros_like(arrays[2])
 
 
@@ -267,7 +267,7 @@ def difference_kernels(monkeypatch):
         lse = 9 + first_half(of_differences) if want_lse else None
         return (0.5 * query[..., : value.shape[-1]],), lse
 
-    def query_gradient(problem, lengths, arrays, dlse, scalars, tiling):
+    def query_gradient(problem, lengths, arrays, dlse, scalars, tiling, if_bad):
         return jnp.zeros_like(arrays[0]), first_half(scalars.difference_numbers[0])
 
     monkeypatch.setattr(calls, "attend", attend)

@@ -84,22 +84,24 @@ class TileGrid:
 
     def locate(self, start, masked: bool) -> TileLocation:
         """Return the location of the tile at `start` [4], moved so that it fits."""
-        b, k = self.head_block
+        t, c = map(min, self.chunk_size, self.lengths)
         _, _, G = self.heads
-        T, S = self.lengths
-        batch, head, row, col = start
-        t = min(self.chunk_size[0], T)
-        c = min(self.chunk_size[1], S)
-        row, rows = positions(row, t, T)
-        col, cols = positions(col, c, S)
-        cuts = {
-            "b": (batch, b),
-            "k": (head, k),
-            "n": (head * G, k * G),
-            "t": (row, t),
-            "s": (col, c),
-        }
-        return TileLocation((batch, head), rows, cols, cuts, masked)
+        return locate(start, (*self.head_block, t, c), G, self.lengths, masked)
+
+
+def locate(
+    start, size: tuple[int, int, int, int], G: int, lengths: tuple[int, int], masked: bool
+) -> TileLocation:
+    """Return the location of a tile of `size` at `start`, moved so that it fits.
+
+    Both count batch entries, key heads, queries and keys. `lengths` are T and S.
+    """
+    batch, head, row, col = start
+    b, k, t, c = size
+    row, rows = positions(row, t, lengths[0])
+    col, cols = positions(col, c, lengths[1])
+    cuts = {"b": (batch, b), "n": (head * G, k * G), "k": (head, k), "t": (row, t), "s": (col, c)}
+    return TileLocation((batch, head), rows, cols, cuts, masked)
 
 
 def positions(first, size: int, total: int) -> tuple[Array, Array]:

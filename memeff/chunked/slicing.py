@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-from memeff.autodiff.tile_sum import positions
+from memeff.autodiff.tile_sum import TileLocation, locate
 from memeff.chunked.tile import Tile
 from memeff.masking import mask_tile, pair_indices
 from memeff.problem import LogitParams, Operands, Problem, map_operands, split_axis, split_heads
@@ -52,36 +52,45 @@ def cut_tile(
 ) -> Tile:
     """Return the tile at query `i` and key `j` of the block at batch entry and key head `first`."""
     operands, like_query, rows, lengths = sources
-    b, k, t, c = size
-    K = operands.shape.K
-    G = operands.shape.G
-    row, row_positions = positions(i, t, lengths[0])
-    col, col_positions = positions(j, c, lengths[1])
-    batch, head = first
-    cuts = {"b": (batch, b), "n": (head * G, k * G), "k": (head, k), "t": (row, t), "s": (col, c)}
+    location = locate((*first, i, j), size, operands.shape.G, lengths, masked)
+    cuts = location.cuts
 
     def cut(x: Array | StoredKeys, dims: str) -> Array:
         return x.cut(cuts) if isinstance(x, StoredKeys) else slice_letters(x, dims, cuts)
 
-    tile_operands = split_heads(map_operands(cut, operands), k)
-    query_vectors = [split_axis(cut(x, "btnd"), 2, k).transpose(0, 2, 3, 1, 4) for x in like_query]
+    tile_operands = split_heads(map_operands(cut, operands), size.k)
+    query_vectors = [
+        split_axis(cut(x, "btnd"), 2, size.k).transpose(0, 2, 3, 1, 4) for x in like_query
+    ]
     row_slices = [cut(x, "bkgtd"[: x.ndim]) for x in rows]
-    like = tile_operands.query[..., 0, 0]  # b k g
-    indices = pair_indices(problem, tile_operands, like, first, row_positions, col_positions)
-    keep = None
-    if masked:
-        keep = mask_tile(problem, tile_operands, row_positions, col_positions, indices)
-    return Tile(
-        operands=tile_operands,
+    tile = make_tile(problem, location, tile_operands, (operands.shape.K, *lengths))
+    return tile._replace(
         row_scalars=tuple(x for x in row_slices if x.ndim == 4),  # b k g t
         row_vectors=(*query_vectors, *(x for x in row_slices if x.ndim == 5)),  # b k g t d
-        positions=(row_positions, col_positions),
+    )
+
+
+def make_tile(
+    problem: Problem, location: TileLocation, operands: Operands, sizes: tuple[int, int, int]
+) -> Tile:
+    """Return the tile of operands that are cut and in the layout of `split_heads`.
+
+    `sizes` are K, T and S of the whole arrays.
+    """
+    positions = location.rows, location.cols
+    like = operands.query[..., 0, 0]  # b k g
+    indices = pair_indices(problem, operands, like, location.first, *positions)
+    return Tile(
+        operands=operands,
+        row_scalars=(),
+        row_vectors=(),
+        positions=positions,
         indices=indices,
-        keep=keep,
-        head_start=first,
-        row_start=row,
-        col_start=col,
-        sizes=(K, *lengths),
+        keep=mask_tile(problem, operands, *positions, indices) if location.masked else None,
+        head_start=location.first,
+        row_start=location.cuts["t"][0],
+        col_start=location.cuts["s"][0],
+        sizes=sizes,
     )
 
 

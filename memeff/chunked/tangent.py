@@ -27,6 +27,7 @@ from memeff.autodiff.tile_sum import DimNames, TileLocation, TileSum, fold
 from memeff.chunked import row_sums
 from memeff.chunked.forward import online_softmax_step
 from memeff.chunked.schedule import tile_grid
+from memeff.chunked.slicing import make_tile
 from memeff.chunked.tile import (
     Tile,
     probabilities,
@@ -36,7 +37,6 @@ from memeff.chunked.tile import (
     weighted_values,
 )
 from memeff.logits import logits_from_dots
-from memeff.masking import mask_tile, pair_indices
 from memeff.problem import (
     OPERAND_DIMS,
     LogitParams,
@@ -171,25 +171,10 @@ class TileFunction:
     def tile(self, location: TileLocation, parts) -> tuple[Tile, Lse]:
         """Return the tile and its lse, B K G t."""
         count = self.structure.num_leaves
-        rows = location.rows
-        cols = location.cols
-        here = self.tile_operands(self.structure, parts[:count], location)
-        lse = [x.reshape(here.query.shape[:4]) for x in parts[count : count + self.lse_count]]
-        indices = pair_indices(
-            self.problem, here, here.query[..., 0, 0], location.first, rows, cols
-        )
-        tile = Tile(
-            operands=here,
-            row_scalars=(),
-            row_vectors=(),
-            positions=(rows, cols),
-            indices=indices,
-            keep=mask_tile(self.problem, here, rows, cols, indices) if location.masked else None,
-            head_start=location.first,
-            row_start=location.cuts["t"][0],
-            col_start=location.cuts["s"][0],
-            sizes=self.sizes,
-        )
+        operands = self.tile_operands(self.structure, parts[:count], location)
+        rows = operands.query.shape[:4]
+        lse = [x.reshape(rows) for x in parts[count : count + self.lse_count]]
+        tile = make_tile(self.problem, location, operands, self.sizes)
         return tile, Lse(*lse, *[None] * (2 - self.lse_count))
 
     def tile_operands(self, structure, parts, location: TileLocation) -> Operands:

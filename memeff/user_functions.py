@@ -495,7 +495,7 @@ def check_result(name: str, fn: Any, params: Any) -> tuple[Any, list[Array], Any
     params = jax.tree.map(functools.partial(to_array, leaf), params)
     if any(_is_complex(x) for x in jax.tree.leaves(params)):
         fn = _WithComplexParams(fn)
-        params = jax.tree.map(_in_parts, params)
+        params = jax.tree.map(lambda x: _Parts(x.real, x.imag) if _is_complex(x) else x, params)
     leaves, structure = jax.tree.flatten(params)
     floats = tuple(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
     return fn, leaves, structure, floats
@@ -510,10 +510,6 @@ class _Parts(NamedTuple):
 
 def _is_complex(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
-
-
-def _in_parts(x: Array) -> Array | _Parts:
-    return _Parts(x.real, x.imag) if _is_complex(x) else x
 
 
 def _is_parts(x: Any) -> bool:

@@ -11,7 +11,10 @@ def warn(message: str) -> None:
     """Warn with `message` at the nearest line outside memeff and the libraries that call it."""
     stacklevel = 2  # the caller of this function
     frame = sys._getframe(1)
-    while frame is not None and _is_of_library(frame.f_globals.get("__name__", "")):
+    while frame is not None:
+        package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        if package not in _LIBRARIES:
+            break
         frame = frame.f_back
         stacklevel += 1
     warnings.warn(message, stacklevel=stacklevel)
@@ -22,8 +25,3 @@ def warn_once(cause: str, message: str) -> None:
     if cause not in _warned:
         _warned.add(cause)
         warn(message)
-
-
-def _is_of_library(module: str) -> bool:
-    package, _, _ = module.partition(".")
-    return package in _LIBRARIES

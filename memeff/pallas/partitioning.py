@@ -48,8 +48,12 @@ def partitioned(call: Callable, dims_in: tuple[str, ...], dims_out: tuple[str, .
         pairs = zip(batched, dims_in, strict=True)
         pools_differ = any(x and "b" not in dims and not is_shared(dims) for x, dims in pairs)
         if pools_differ or any(map(is_shared, dims_out)):
-            one = functools.partial(_run_one, run, batched, arrays)
-            return lax.map(one, jnp.arange(size)), every
+
+            def run_one(n: Array) -> tuple[Array, ...]:
+                pairs = zip(arrays, batched, strict=True)
+                return run(*(x[n] if is_batched else x for x, is_batched in pairs))
+
+            return lax.map(run_one, jnp.arange(size)), every
         fold = functools.partial(_fold, size, batched, arrays)
         folded, folded_dims = zip(*map(fold, range(len(arrays)), dims_in), strict=True)
         results = partitioned(call, folded_dims, dims_out)(*folded)
@@ -96,11 +100,6 @@ def _fold(
         entries = arrays[source].shape[1 if batched[source] else 0]
         x += entries * lax.broadcasted_iota(x.dtype, x.shape, 0)
     return lax.collapse(x, 0, 2), dims
-
-
-def _run_one(run: Callable, batched: Sequence[bool], arrays: Sequence[Array], n: Array):
-    """Apply `run` to call n of those that vmap makes, whose arrays are `batched` or shared."""
-    return run(*(x[n] if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
 
 
 def _partition_over_devices(

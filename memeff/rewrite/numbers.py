@@ -77,11 +77,7 @@ def as_numpy(x: Any) -> np.ndarray | None:
     """Return the values of a constant, or None where they are traced or elsewhere."""
     if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
         return None
-    if getattr(x, "dtype", None) is not None and not _is_plain(x.dtype):
+    dtype = getattr(x, "dtype", None)
+    if dtype is not None and not isinstance(dtype, np.dtype):  # that of random keys
         return None
     return np.asarray(x)
-
-
-def _is_plain(dtype: Any) -> bool:
-    """Return True for a dtype that NumPy knows; keys of random numbers have others."""
-    return isinstance(dtype, np.dtype)

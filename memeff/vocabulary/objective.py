@@ -139,10 +139,10 @@ class ValueAndGradient(Function):
 
         return call(self, *primals), tangent_of(from_tokens, primals, tangents)
 
-    def only_wanted(self, gradients: Inputs) -> Inputs:
-        """Return the gradients with None for those that are not wanted."""
-        pairs = zip(gradients, self.wanted, strict=True)
-        return Inputs(*[g if wanted else None for g, wanted in pairs])
+    def only_wanted(self, arrays: Inputs) -> Inputs:
+        """Return inputs or gradients, with None where no gradient is wanted."""
+        pairs = zip(arrays, self.wanted, strict=True)
+        return Inputs(*[x if wanted else None for x, wanted in pairs])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,8 @@ def _value_and_gradient(
     # dx in the dtype of x, because a token is in one block
     start = Inputs(zeros(inputs.x, inputs.x.dtype), *jax.tree.map(zeros, inputs[1:]))
     losses, gradients = tiles.fold_tokens(visit, (zeros(labels), function.only_wanted(start)))
-    return losses, jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, _like(gradients, inputs))
+    inputs = function.only_wanted(inputs)
+    return losses, jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, inputs)
 
 
 def _kernels_that_keep(settings: Settings, inputs: Inputs) -> ModuleType | None:
@@ -219,12 +220,6 @@ def _kernels_that_keep(settings: Settings, inputs: Inputs) -> ModuleType | None:
     kernels = settings.kernels
     keep = kernels is not None and kernels.keeps_probabilities(settings, inputs)
     return kernels if keep else None
-
-
-def _like(gradients: Inputs, inputs: Inputs) -> Inputs:
-    """Return the inputs that have a gradient."""
-    pairs = zip(gradients, inputs, strict=True)
-    return Inputs(*[None if g is None else x for g, x in pairs])
 
 
 def _block(

@@ -238,13 +238,9 @@ def backward(
     run = partitioned(call, (*DIMS, "bkgtd", "bkgt", "bkgt", *tokens.dims), DIMS)
     query = split_axis(operands.query, 2, operands.shape.K)
     leaves = vary_together(leaves, operands.query)
-    dq, dk, dv = run(query, operands.key, operands.value, dout, lse_value(lse), delta, *leaves)
+    one_lse = lse.high if lse.low is None else lse.high + lse.low
+    dq, dk, dv = run(query, operands.key, operands.value, dout, one_lse, delta, *leaves)
     power, _ = split_scale(problem.scale)
     dq = dq.astype(jnp.float32) * (power * missing)
     dk = dk.astype(jnp.float32) * missing
     return Gradients(lax.collapse(dq, 2, 4), dk, dv, LogitParams())
-
-
-def lse_value(lse: Lse) -> Array:
-    """Return lse as one float, with its low part where there is one."""
-    return lse.high if lse.low is None else lse.high + lse.low

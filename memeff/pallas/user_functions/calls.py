@@ -162,7 +162,8 @@ def _evaluate_numbers(
         env = dict(known)
         env |= zip(index_inputs, indices, strict=True)
         env = run_eqns(needed_eqns(jaxpr.eqns, names), env)
-        return tuple(_as_stored(env[x]) for x in names)
+        numbers = (env[x] for x in names)  # in the dtypes that kernels read
+        return tuple(x if x.dtype == jnp.float32 else x.astype(jnp.int32) for x in numbers)
 
     def of_head(b, n):
         return compute(names.head_numbers, b, n, unused, unused)
@@ -203,11 +204,6 @@ def diagonal_offset(S: int) -> int:
     The differences begin with the lowest in any tile.
     """
     return round_up(S, SIDE) - 1
-
-
-def _as_stored(x: Array) -> Array:
-    """Return x in float32 or int32, the dtypes that kernels read."""
-    return x if x.dtype == jnp.float32 else x.astype(jnp.int32)
 
 
 def tile_functions(

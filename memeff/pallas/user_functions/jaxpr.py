@@ -157,12 +157,9 @@ def run_eqns_on_tiles(
 
 def read_tile(x: int | Const, env: dict[int, Array], shape: tuple[int, ...]) -> Array:
     """Return the tile of a name or a constant."""
-    return as_tile(x.value, x.dtype, shape) if isinstance(x, Const) else env[x]
-
-
-def as_tile(x, dtype, shape) -> Array:
-    """Fill a tile with the scalar x, or return x if it has dims."""
-    return lax.full(shape, x, dtype) if np.ndim(x) == 0 else x
+    if not isinstance(x, Const):
+        return env[x]
+    return lax.full(shape, x.value, x.dtype) if np.ndim(x.value) == 0 else x.value
 
 
 def _rewrite(eqn: Eqn, values: list[Array]) -> list[Array] | None:

@@ -148,8 +148,8 @@ def sampled_max(problem: Problem, operands: Operands) -> Array:
     return jnp.where(m == -jnp.inf, UNSEEN_MAX, m)
 
 
-def _sampled_rows_in_range(only: Array, rows: RowSums, kept_sum: Array) -> Array:
-    """Return which rows of `only` [B, K, G, T] are right with m from `sampled_max`.
+def _sampled_rows_in_range(candidates: Array, rows: RowSums, kept_sum: Array) -> Array:
+    """Return which of the `candidates` [B, K, G, T] are right with m from `sampled_max`.
 
     l is at least 1 but for rounding, and then no probability is flushed to 0 that a running maximum
     would keep. Where p or p v overflowed, l or o is not finite. l is 0 only for rows that see no
@@ -157,7 +157,7 @@ def _sampled_rows_in_range(only: Array, rows: RowSums, kept_sum: Array) -> Array
     """
     del kept_sum  # a row may stand also where dropout drops all its keys
     finite = (rows.l < 2.0**125) & jnp.isfinite(rows.o).all(-1)
-    return only & finite & ((rows.l >= 0.5) | (rows.l == 0))
+    return candidates & finite & ((rows.l >= 0.5) | (rows.l == 0))
 
 
 def rows_seeing_nonfinite(problem: Problem, schedule: Schedule, operands: Operands) -> Array:

@@ -55,9 +55,9 @@ def fp16_scales(operands: Operands, bounds: RowBounds, dout: Array) -> Fp16Scale
     """Return the scales for `dout` [B, T, N, D].
 
     float16 keeps 11 bits, three more than bfloat16, of a number that is not far below its bound:
-    2^29 times for dout, 2^25 for p, 2^18 for ds / p. So it serves if no row of dout is smaller
-    than that beside other rows, and no value 2^10 times smaller than another. (ds / p is some
-    2^4 times smaller than its bound anyway.)
+    2^29 times for dout, 2^25 for p, 2^18 for ds / p. So it serves if no row of dout is that much
+    smaller than another, and no value 2^10 times smaller than another. (ds / p is some 2^4 times
+    smaller than its bound anyway.)
     """
     bound = bounds.ds_by_p
     dtype = bound.dtype

@@ -31,11 +31,11 @@ CutTile = Callable[..., Tile]  # i, j -> tile
 
 
 class Prefetch(NamedTuple):
-    """The array that a step makes for the next tile, and the inputs of what makes it."""
+    """A function whose result for a tile is computed in the step before, and its inputs."""
 
-    rows: tuple[Any, ...]  # B K G T, as `make` gets them
-    make: Callable[[Tile], Array]  # makes Tile.prefetched, from a product of its own
-    # compute the mask of a tile a step ahead, too; otherwise visit the last tile after the loop
+    rows: tuple[Any, ...]  # B K G T, the `row_scalars` of the tile that `make` gets
+    make: Callable[[Tile], Array]  # computes Tile.prefetched, with a product of its own
+    # True: compute the mask a step ahead, too; False: visit the last tile after the loop
     with_mask: bool = True
 
 
@@ -49,7 +49,7 @@ def run_by_blocks(
 ):
     """Write `function(operands, *like_out)` of each `schedule.head_block` into `results`.
 
-    So arrays as long as the sequence exist for one block at a time. `like_out`: arrays
+    Arrays as long as the sequence then exist for one block at a time. `like_out`: arrays
     [B, K, ...]; `head_axis`: the axis of heads in `results`.
     """
     assert schedule.head_block is not None

@@ -20,12 +20,12 @@ def tile_groups(problem: Problem, schedule: Schedule, operands: Operands, long_a
     """Return ((masked, rows, columns), starts [n, 2]) of each group of tiles, masked ones last.
 
     Where `schedule.max_merged_logits` allows, whole tiles that form a larger square become one
-    tile, because each step costs launches and slices of what it reads and adds to. `long_axis`
-    (0: rows, 1: columns) is the longer axis of such a tile. It also asks for two tiles at least in
-    a group, because XLA unrolls a loop of one step.
+    tile, because each step costs launches and slices. `long_axis` (0: rows, 1: columns) is the
+    longer axis of such a tile. A group then has two tiles at least, because XLA unrolls a loop of
+    one step.
 
-    Groups are few, because each makes its first probabilities on its own. So whole tiles that are
-    left over join the masked ones where those are as many.
+    Few groups are best, because each computes its first probabilities before its loop. So whole
+    tiles that are left over join the masked ones, unless they are more.
     """
     tile = schedule.chunk_size
     whole, edge = tiles_by_mask(problem, tile, operands)
@@ -162,7 +162,7 @@ def _tiles_by_mask(
     lengths: tuple[int, int],
     elementwise: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `tiles_by_mask` does, from lengths (T, S)."""
+    """Return the result of `tiles_by_mask` for lengths (T, S)."""
     T, S = lengths
     t, c = chunk_size
     j = np.arange(ceil_div(S, c))

@@ -1,8 +1,7 @@
 """Compute sampled rows of attention by the equations of the program, one pair at a time.
 
-A recipe names what the program does: causal order, a window, a bias. These rows take no name from
-it. Each logit is computed from its dot product by the program's own equations, with positions in
-the place of `iota`.
+A recipe names what the program does: causal order, a window, a bias. Here no name is used. The
+program's own equations compute each logit from its dot product, with positions in place of `iota`.
 """
 
 from __future__ import annotations

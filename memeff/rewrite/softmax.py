@@ -85,10 +85,10 @@ class Outside:
     factors: tuple[tuple[str, Element], ...] = ()
     shown: tuple[Formula, ...] = ()  # other probabilities are set to 0
     number: float = 1.0  # by which probabilities are multiplied
-    selected: tuple[Formula, ...] = ()  # those of `shown` that also make a 0 of NaN
-    multiplied: tuple[Formula, ...] = ()  # those that may or may not, as XLA likes
+    selected: tuple[Formula, ...] = ()  # those of `shown` that also make 0 of NaN
+    multiplied: tuple[Formula, ...] = ()  # those that are factors, of which XLA may make selections
     nan_is_zero: bool = False  # probabilities that are NaN are set to 0
-    is_guarded: bool = False  # those that are NaN or infinite are replaced
+    is_guarded: bool = False  # probabilities that are NaN or infinite are replaced
     empty_is_zero: bool = False  # rows whose logits are all -inf are 0
     sum_is_guarded: bool = False  # rows whose exponentials are all 0 are 0
 

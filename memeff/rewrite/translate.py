@@ -36,7 +36,7 @@ class Replacement:
     equations: Equations | None = None  # of the program, to check the recipe
 
 
-def translate(match: Match, *, with_equations: bool = False) -> Replacement:
+def translate(match: Match, *, with_equations: bool) -> Replacement:
     """Return the call that computes what a match computes."""
     depends = Dependence(match.first, match.second)
     logits = take_apart(match, Reader(), depends)  # splits letters where a reshape does

@@ -29,9 +29,8 @@ def can_inline(eqn: JaxprEqn) -> bool:
     """Return True if an equation means the same as the equations of its body.
 
     A `jit` with shardings does not, nor does a function with a derivative of its own, except JAX's
-    softmax and logsumexp, whose derivative is the true one. A remat of probabilities is inlined, so
-    that their products may be outside of it: it has no purpose where memeff computes the
-    probabilities.
+    softmax and logsumexp, whose derivative is the true one. A remat of probabilities is inlined,
+    because memeff computes them again anyway.
     """
     name = eqn.primitive.name
     if name == "custom_jvp_call":

@@ -35,7 +35,7 @@ def _copies(devices: int, K: int) -> int:
 def exchange(shards: Shards, attend: Attend, operands: Operands) -> tuple[Array, Array | None]:
     """Return `attend` of the operands of one device, computed for its heads of the whole sequence.
 
-    `shards.layout` is the order in which the devices' tokens lie behind each other.
+    `shards.layout` is the order of all tokens over the devices.
     """
     axis = shards.axis
     P = shards.devices

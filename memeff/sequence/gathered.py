@@ -24,9 +24,9 @@ def gathered_walk(
     operands: Operands,
     state: Any,
     visit: Any,
-    tangents: Operands | None = None,
-    rows: Any = None,
-    branches: bool = False,
+    tangents: Operands | None,
+    rows: Any,
+    branches: bool,
 ) -> tuple[Any, Any]:
     """Fold `visit(state, parts, operands, tangents, rows)` over the chunks of the device's queries.
 

@@ -223,7 +223,7 @@ class Sharded:
     def joins(
         self, problem: Problem, operands: Operands, join: Callable[..., Operands]
     ) -> Chosen | None:
-        """Return what runs the work on own keys, if `join` makes one call of a step's parts."""
+        """Return what runs the work on own keys if `join` can make one call of parts, else None."""
         shards = self.shards
         if self.strategy != "ring" or not is_balanced(shards, problem, operands):
             return None
@@ -245,7 +245,7 @@ class Sharded:
         return calls[0][0]
 
     def choose(self, parts: tuple[Part, ...], inputs: Operands) -> tuple[Chosen, Operands]:
-        """Return what runs parts, and their operands at their place."""
+        """Return what runs parts, and their operands with lengths, offset and origin."""
         problem, inputs = place_part(self.shards, parts[0], inputs)
         chosen = dispatch.choose_implementation(problem, inputs, self.request, warn=False)
         schedule = dataclasses.replace(chosen.schedule, partial_out=True)

@@ -150,11 +150,12 @@ def ring_walk(
     operands: Operands,
     state: Any,
     visit: Any,
-    tangents: Operands | None = None,
-    rows: Any = None,
-    differentiable: bool = False,
-    join: Callable[..., Operands] | None = None,
-    splits_home: bool = False,
+    tangents: Operands | None,
+    rows: Any,
+    *,
+    differentiable: bool,
+    join: Callable[..., Operands] | None,
+    splits_home: bool,
 ) -> tuple[Any, Any]:
     """Fold `visit(state, parts, operands, tangents, rows)` over all parts of this device's work.
 

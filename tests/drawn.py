@@ -305,9 +305,3 @@ def programs(call: Call, limit: int | None = None) -> dict[str, tuple[Any, tuple
         "both": (both, (floats, rest, cotangents)),
         "gradient": (gradient, (floats, rest, cotangents)),
     }
-
-
-def bytes_of(program: tuple[Any, tuple]) -> int:
-    """Return the temporary bytes of a compiled program."""
-    function, shapes = program
-    return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes

@@ -16,7 +16,15 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes, qkv
-from conftest import Result, assert_result, cotangents, plain_call, run_call, true_call
+from conftest import (
+    Result,
+    assert_result,
+    assert_truth,
+    cotangents,
+    plain_call,
+    run_call,
+    true_call,
+)
 
 from memeff import dot_product_attention
 from memeff.device import pretend_device
@@ -95,6 +103,14 @@ def run_kernels(
     """Return out, lse and gradients of a call."""
     with interpreted(detect_races):
         return run_call(args, kwargs | {"implementation": "pallas"}, dtype, cotangent)
+
+
+def assert_kernels(name: str, call, dtype="bfloat16", detect_races: bool = True, **more) -> None:
+    """Compare a call (sizes, kwargs) with the oracle; `more` keywords change no number."""
+    z, kwargs = call
+    args = draw(dtype, z)
+    result = run_kernels(args, kwargs | more, dtype, detect_races=detect_races)
+    assert_truth(result, name, args, kwargs, dtype)
 
 
 def forward(args, **kwargs):
@@ -196,12 +212,6 @@ def assert_equal_bits(results, expected) -> None:
     pairs = zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True)
     for name, (x, y) in zip(names, pairs, strict=True):
         np.testing.assert_array_equal(f32(x), f32(y), err_msg=name)
-
-
-def assert_close(results, expected, atol: float) -> None:
-    """Check that two trees hold the same numbers, but for `atol`."""
-    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(f32(x), f32(y), atol=atol)
 
 
 def unseen_filled(args, seen, cotangent):

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from replaced_models import MODELS
+from small_calls import temp_bytes
 
 import memeff
 from memeff.bench.device import machine
@@ -59,12 +60,6 @@ def with_gradients(function):
     return run
 
 
-def temp_bytes(function, args) -> int:
-    """Return the bytes that XLA allocates for the gradient, beside its arguments and results."""
-    compiled = jax.jit(with_gradients(function)).lower(*args).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 def largest_error(actual, expected) -> float:
     """Return the largest error of any array over the largest number of that array.
 
@@ -84,11 +79,11 @@ def largest_error(actual, expected) -> float:
     return float(np.max(errors))  # NaN if one is NaN
 
 
-def best_seconds(functions, args, turns: int = 5) -> list[float]:
-    """Return the shortest time of each compiled function, run in turns."""
+def best_seconds(functions, args) -> list[float]:
+    """Return the shortest time of each compiled function, in six turns."""
     compiled = [jax.jit(function).lower(*args).compile() for function in functions]
     best = [float("inf")] * len(compiled)
-    for _ in range(turns + 1):
+    for _ in range(6):
         for n, run in enumerate(compiled):
             start = time.perf_counter()
             jax.block_until_ready(run(*args))
@@ -101,8 +96,8 @@ def row_of(name: str) -> dict[str, str]:
     model = MODELS[name]
     function, args = model.make(MEMORY_TOKENS)
     report = memeff.find_attention(function, *args)
-    before = temp_bytes(function, args) / MIB
-    after = temp_bytes(memeff.replace_attention(function), args) / MIB
+    before = temp_bytes(with_gradients(function), args) / MIB
+    after = temp_bytes(with_gradients(memeff.replace_attention(function)), args) / MIB
     function, args = model.make(SPEED_TOKENS)
     plain, ours = best_seconds([function, memeff.replace_attention(function)], args)
     stays = [model.left, model.quadratic and f"T x S: {model.quadratic}"]

@@ -28,11 +28,19 @@ def assert_same(actual, expected, eps=2e-6):
         x = np.asarray(x, np.float64)
         y = np.asarray(y, np.float64)
         assert x.shape == y.shape, f"{x.shape} is not {y.shape}"
+        assert not np.isnan(y).any(), "NaN is expected"
         finite = np.isfinite(y)
         np.testing.assert_array_equal(x[~finite], y[~finite])
         worst = np.abs(x[finite] - y[finite]).max(initial=0)
         size = np.abs(y[finite]).max(initial=0)
         assert worst <= eps * max(1, size), f"differ by {worst:.3g}"
+
+
+def assert_close(actual, expected, **tolerance):
+    """Check that two trees hold the same numbers, as `assert_allclose` does in 64 bits."""
+    for pair in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        wide = np.complex128 if np.iscomplexobj(pair[1]) else np.float64
+        np.testing.assert_allclose(*(np.asarray(x, wide) for x in pair), **tolerance)
 
 
 def assert_bits(actual, expected):
@@ -46,6 +54,11 @@ def assert_in_place(program, cache):
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 6
+
+
+def temp_bytes(function, arrays) -> int:
+    """Return the bytes that a compiled function takes beyond its inputs and outputs."""
+    return jax.jit(function).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
 
 
 def inputs(B=2, T=13, S=17, K=2, G=2, H=3, D=5, leads=None, dtype=f32):

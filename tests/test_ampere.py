@@ -32,6 +32,7 @@ from hopper_cases import (
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_calls import assert_close
 
 import memeff
 from memeff import pallas
@@ -154,8 +155,7 @@ def test_functions(name):
     expected = attend(*args, implementation="xla")
     with interpreted(capability="8.0"):
         results = attend(*args, implementation="pallas")
-    for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
+    assert_close(results, expected, atol=2e-2)
 
 
 @needs_kernels
@@ -187,8 +187,7 @@ def test_params_of_a_score_without_a_derivative():
         kernels_of_params, *results = gradients("pallas")
     assert_equal_bits(kernels_of_params, jax.tree.map(np.zeros_like, params))
     assert_equal_bits(of_params, kernels_of_params)
-    for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=2e-2, atol=3e-2)
+    assert_close(results, expected, rtol=2e-2, atol=3e-2)
 
 
 @needs_kernels

@@ -14,6 +14,7 @@ from flax import errors, linen, nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import collectives, mesh_context, mesh_of, put
+from small_calls import assert_same, temp_bytes
 
 from memeff import sharding
 from memeff.nn import blockwise
@@ -47,12 +48,8 @@ def close(weights):
 
 
 def assert_near(actual, wanted, eps=1e-6):
-    """Check trees of arrays: errors are within eps of the largest number of an array."""
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        assert x.shape == y.shape
-        x = np.asarray(x, np.float64)
-        y = np.asarray(y, np.float64)
-        np.testing.assert_allclose(x, y, rtol=0, atol=eps * max(1, np.abs(y).max(initial=0)))
+    """Check the arrays of two trees by `assert_same`."""
+    assert_same(jax.tree.leaves(actual), jax.tree.leaves(wanted), eps)
 
 
 def value_and_gradients(function, *args):
@@ -638,8 +635,7 @@ def gradient_temp_bytes(call, weights, B, T, features, c) -> int:
         y, pull = jax.vjp(functools.partial(call, c=c), weights, x)
         return y, pull(dy)
 
-    analysis = jax.jit(run).lower(weights, x, x).compile().memory_analysis()
-    return analysis.temp_size_in_bytes
+    return temp_bytes(run, (weights, x, x))
 
 
 @pytest.mark.parametrize("name", ["function", "linen", "nnx"])
@@ -667,9 +663,8 @@ def test_a_gradient_of_a_gradient_keeps_no_hidden_activations(name, one_device_o
     def call(weights_and_x):
         return calls[name](*weights_and_x, 64)
 
-    program = jax.jit(gradient(gradient(call))).lower((weights, x)).compile()
     hidden = 4 * 2048 * 1024
-    assert program.memory_analysis().temp_size_in_bytes <= hidden / 2
+    assert temp_bytes(gradient(gradient(call)), [(weights, x)]) <= hidden / 2
 
 
 @pytest.mark.parametrize("name", ["function", "linen", "nnx"])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from client_models import CLIENTS, block, block_params, tokens, written_out
 from conftest import assert_as_good, watch_dispatch
+from small_calls import temp_bytes
 
 from memeff import dot_product_attention, switch_jax_nn, tile_sizes
 
@@ -65,16 +66,15 @@ def test_outputs_and_gradients(small_tiles, name):
 def test_memory(name):
     make_client, _ = CLIENTS[name]
 
-    def temp_bytes(attention):
+    def bytes_with(attention):
         client = make_client("float32", attention)
         batch, _, *features = client.x.shape
         x = jax.ShapeDtypeStruct((batch, 2048, *features), client.x.dtype)
         with client.context(attention):
-            program = jax.jit(client.function).lower(client.params, x).compile()
-        return program.memory_analysis().temp_size_in_bytes
+            return temp_bytes(client.function, (client.params, x))
 
-    ours = temp_bytes(dot_product_attention)
-    plain = temp_bytes(None)
+    ours = bytes_with(dot_product_attention)
+    plain = bytes_with(None)
     sizes = f"{ours / MIB:.0f} MiB, {plain / MIB:.0f} MiB without memeff"
     print(f"{name}: {sizes}")
     assert ours <= plain / 3, sizes

@@ -144,7 +144,6 @@ def test_fixed_max_is_exact(dtype, causal):
     dout = rng.standard_normal((B, K, G, T, D)).astype(dtype)
     dlse = rng.standard_normal((B, K, G, T)).astype(np.float32)
     p = make_problem(causal)
-    operands = Operands(*draw("ordinary", dtype))
     run_fixed = results_of(p)
     run_online = results_of(p, ONLINE)
     valid = valid_rows(p)
@@ -171,15 +170,12 @@ def test_fixed_max_is_exact(dtype, causal):
 def test_sums_of_ones_fall_back_too(lse_for, causal):
     """Rows fall back also where l comes from p [v 1], as on GPUs."""
     p = make_problem(causal)
-    with_ones = dataclasses.replace(FIXED, gpu_fused_chunk_size=(16, 24))
     q, k, v = draw("one row far below its bound", jnp.bfloat16)
-    k = with_entry(
-        k, (1, 7, 0), np.nan
-    )  # other rows are redone because of a value that is not finite
+    k = with_entry(k, (1, 7, 0), np.nan)  # other rows are redone because they see NaN
 
     @jax.jit
     def both():
-        schedules = with_ones, dataclasses.replace(with_ones, fixed_max_chunk_size=None)
+        schedules = ON_GPU, dataclasses.replace(ON_GPU, fixed_max_chunk_size=None)
         return [chunked.forward(p, x, Operands(q, k, v), lse_for) for x in schedules]
 
     fixed, online = both()
@@ -350,9 +346,9 @@ def test_calls_that_fixed_max_serves():
 # ---- masks, dropout and terms of the logits, as on GPUs
 
 
-def pair_mask(share: float = 0.6) -> np.ndarray:
+def pair_mask() -> np.ndarray:
     """Return a mask [B, 1, T, S] with rows that see nothing, and a key that nobody sees."""
-    mask = np.random.default_rng(8).random((B, 1, T, S)) < share
+    mask = np.random.default_rng(8).random((B, 1, T, S)) < 0.6
     mask[:, :, 3:6] = False
     mask[..., 41] = False
     return mask

@@ -17,6 +17,7 @@ import oracle
 import pytest
 from conftest import few
 from flex_truths import ARRAYS, TRUTHS, B, D, H, K, N
+from small_calls import assert_same
 
 import memeff
 from memeff import Mask, Score, masks, scores
@@ -152,15 +153,6 @@ def hidden_share(seen) -> float:
     return np.mean(hidden)
 
 
-def assert_close(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    expected = jax.tree.leaves(expected)
-    for x, y in zip(jax.tree.leaves(actual), expected, strict=True):
-        finite = np.where(np.isfinite(y), y, 0)
-        size = np.abs(finite).max()
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-12 * max(1, size))
-
-
 FAST = (3, 7, 9, 15, 18, 23, 24, 26)  # no two are of one kind; other tests have simpler kinds
 IDS = [re.split(",| \\[", row.name)[0] for row in ROWS]
 
@@ -172,8 +164,8 @@ def test_example(number):
     seen, bias = masks_and_biases(truth)
     expected = expected_results(truth, seen, bias)
     actual, in_blocks, block = run_example(number)
-    assert_close(actual, expected)
+    assert_same(actual, expected, 1e-12)
     assert (block is None) == (in_blocks is None) == seen.all()
     if block is not None:
-        assert_close(in_blocks, actual)
+        assert_same(in_blocks, actual, 1e-12)
         assert math.isclose(block.sparsity, hidden_share(seen))

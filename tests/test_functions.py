@@ -13,6 +13,7 @@ import oracle
 import pytest
 from cases import PAIRED, Sizes, _case, split
 from conftest import cotangents, few, oracle_arguments
+from small_calls import assert_close, assert_same
 
 from memeff import (
     Mask,
@@ -83,8 +84,7 @@ def test_complex_params(implementation):
 
     actual = jax.jit(jax.grad(loss, (0, 1)))(w, turns)
     expected = jax.jit(jax.grad(plain_loss, (0, 1)))(w, turns)
-    for x, y in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+    assert_close(actual, expected, atol=2e-5)
 
 
 # ---- paired with each argument, against the oracle
@@ -206,9 +206,7 @@ def test_functions_beside_every_feature(feature):
     lse = np.where(sees_nothing, 0, lse)
     actual = [actual_out, actual_lse, *actual_grads]
     expected = [out, lse, *expected_grads]
-    for x, y in zip(actual, expected, strict=True):
-        # the angles are of float32
-        assert largest(x - y) <= 3e-6 * max(1, largest(y))
+    assert_same(actual, expected, 3e-6)  # the angles are of float32
 
 
 # ---- scores and transforms by hand
@@ -401,8 +399,7 @@ def test_functions_see_only_positions_of_the_call():
 
     gradient = jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)
     gradients = [gradient(name, x, jnp.float32(0.7)) for name in ("xla", "reference")]
-    for actual, expected in zip(*gradients, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 # ---- functions that bend the score, in every order, against the definition
@@ -478,10 +475,7 @@ def test_what_bends_the_score_against_the_definition(order):
     with jax.enable_x64(True):
         actual = _bent_derivative(order, None)
         plain = _bent_derivative(order, "reference")
-    assert jax.tree.structure(actual) == jax.tree.structure(plain)
-    plain = jax.tree.leaves(plain)
-    for x, y in zip(jax.tree.leaves(actual), plain, strict=True):
-        assert largest(x - y) <= 1e-9 * max(1, largest(y))
+    assert_same(actual, plain, 1e-9)
 
 
 # ---- few bits
@@ -567,8 +561,7 @@ def test_sinks_take_what_a_key_without_a_value_would():
 
     actual = with_sinks(q, k, v, sinks)
     np.testing.assert_allclose(actual, with_key(q, k, v, sinks), atol=1e-6)
-    for x, y in zip(gradients(with_sinks), gradients(with_key), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-6)
+    assert_close(gradients(with_sinks), gradients(with_key), atol=2e-6)
     hidden = dot_product_attention(q, k, v, mask=jnp.zeros((7,), bool), sinks=sinks)
     assert not np.asarray(hidden).any()
 
@@ -625,5 +618,4 @@ def test_scores_of_minus_infinity_hide_keys():
 
     expected = call(mask=visible)
     result = call(score_fn=hide, score_params=visible, chunk_size=2, implementation="xla")
-    for x, y in zip(result, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
+    assert_close(result, expected, rtol=0, atol=1e-6)

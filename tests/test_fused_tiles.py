@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import few
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from small_calls import assert_close
 from test_halves import PROBLEMS, G, K, compiled_forward, draw, gradients, make_schedule
 
 from memeff import dot_product_attention, tile_sizes
@@ -21,11 +22,6 @@ from memeff.chunked.schedule import tile_groups, tiles_by_mask
 from memeff.problem import LogitParams, Operands, Problem, Schedule
 
 pytestmark = pytest.mark.once
-
-
-def assert_close(actual, expected, atol):
-    for x, y in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=atol)
 
 
 def new_causal_call():
@@ -60,14 +56,14 @@ def test_block_by_block(dtype, pattern, block):
     atol = 2e-2 if dtype == "bfloat16" else 1e-5
     arrays = draw("ordinary", dtype)
     whole = gradients(pattern, True)(*arrays)
-    assert_close(gradients(pattern, True, block)(*arrays), whole, atol)
+    assert_close(gradients(pattern, True, block)(*arrays), whole, atol=atol)
     sinks = jnp.linspace(-1.0, 3.0, K * G)
     operands = Operands(*arrays[:3], LogitParams(sinks=sinks))
     schedule = make_schedule(pattern)
     in_blocks = dataclasses.replace(schedule, head_block=block)
     by_blocks = compiled_forward(PROBLEMS[pattern], in_blocks)(operands)
     whole = compiled_forward(PROBLEMS[pattern], schedule)(operands)
-    assert_close(jax.tree.leaves(by_blocks), jax.tree.leaves(whole), atol)
+    assert_close(by_blocks, whole, atol=atol)
 
 
 @pytest.mark.slow
@@ -106,7 +102,7 @@ def test_sharded_batch_and_heads_are_not_gathered(types, monkeypatch):
     scalars = ", ".join(shapes.strip("()") for shapes in exchanged).split(", ")
     assert len(scalars) == 4, exchanged
     assert all(re.match(r"(pred|s32|u32|s8|u8)\[\]", scalar) for scalar in scalars), exchanged
-    assert_close(results, call(*whole), 0.05)
+    assert_close(results, call(*whole), atol=0.05)
 
 
 # ---- merged tiles

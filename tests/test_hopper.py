@@ -8,13 +8,14 @@ import functools
 import jax
 import numpy as np
 import pytest
-from conftest import assert_truth, few
+from conftest import few
 from hopper_cases import (
     CASES,
     DIVIDED,
     FUSED,
     assert_case,
     assert_fused_gradient_stays,
+    assert_kernels,
     bf16,
     draw,
     f32,
@@ -56,10 +57,7 @@ def test_forward_with_a_thread_block_for_each_tile(name, monkeypatch):
 
 @pytest.mark.slow
 def test_float16():
-    args = draw(np.float16, small(T=130, S=130))
-    kwargs = dict(is_causal=True)
-    result = run_kernels(args, kwargs, "float16")
-    assert_truth(result, "float16", args, kwargs, "float16")
+    assert_kernels("float16", (small(T=130, S=130), dict(is_causal=True)), "float16")
 
 
 # Heads beyond 128: dq, dk and dv have a kernel each. Values may have fewer columns than keys.
@@ -89,9 +87,7 @@ WIDE = {
 
 @pytest.mark.parametrize("name", few(WIDE, ("192, values of 128",)))
 def test_gradient_of_wide_heads(name):
-    z, kwargs = WIDE[name]
-    args = draw(bf16, z)
-    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+    assert_kernels(name, WIDE[name])
 
 
 @pytest.mark.slow
@@ -113,9 +109,8 @@ def test_wide_heads_are_done_again_where_what_is_hidden_is_not_finite(H, D):
 
 @pytest.mark.slow
 def test_gradient_of_wide_heads_with_a_bias_is_taken_by_the_chunked_path():
-    args = draw(bf16, small(T=70, S=90, H=192, D=130))
     kwargs = dict(bias=np.linspace(-1, 1, 70 * 90).reshape(1, 1, 70, 90).astype(f32))
-    assert_truth(run_kernels(args, kwargs), "192", args, kwargs, "bfloat16")
+    assert_kernels("192", (small(T=70, S=90, H=192, D=130), kwargs))
 
 
 @pytest.mark.parametrize("name", few(DIVIDED, ("64", "64, fused")))
@@ -123,10 +118,8 @@ def test_gradient_of_divided_groups(name, monkeypatch):
     for kernel in ("backward_key", "fused"):
         patched = f"memeff.pallas.hopper.{kernel}.group_parts"
         monkeypatch.setattr(patched, lambda sizes, *_: sizes.G)
-    z, kwargs, backward = DIVIDED[name]
-    args = draw(bf16, z)
-    result = run_kernels(args, kwargs | {"backward": backward}, detect_races=backward == "split")
-    assert_truth(result, name, args, kwargs, "bfloat16")
+    *call, backward = DIVIDED[name]
+    assert_kernels(name, call, detect_races=backward == "split", backward=backward)
 
 
 # ---- the gradient in one kernel
@@ -134,10 +127,8 @@ def test_gradient_of_divided_groups(name, monkeypatch):
 
 @pytest.mark.parametrize("name", few(FUSED, ("one block",)))
 def test_fused_gradient(name):
-    z, kwargs, one_block = FUSED[name]
-    args = draw(bf16, z)
-    result = run_kernels(args, kwargs | {"backward": "fused"}, detect_races=one_block)
-    assert_truth(result, name, args, kwargs, "bfloat16")
+    *call, one_block = FUSED[name]
+    assert_kernels(name, call, detect_races=one_block, backward="fused")
 
 
 @not_finite_products

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 from bias_cases import CASES, MASKS
-from conftest import assert_truth, cotangents, few
+from conftest import cotangents, few
 from hopper_cases import (
     assert_equal_bits,
+    assert_kernels,
     bf16,
     draw,
     f32,
@@ -32,9 +33,7 @@ pytestmark = needs_kernels
 @not_finite
 @pytest.mark.parametrize("name", few(CASES, ("pairs",)))
 def test_values(name):
-    z, kwargs = CASES[name]
-    args = draw(bf16, z)
-    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+    assert_kernels(name, CASES[name])
 
 
 @pytest.mark.slow
@@ -42,19 +41,16 @@ def test_values(name):
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     """A dense mask, and any mask beside segments, is read as a bias."""
-    z, kwargs = MASKS[name]
-    args = draw(bf16, z)
-    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+    assert_kernels(name, MASKS[name])
 
 
 @pytest.mark.slow
 @not_finite
 def test_float16():
-    args = draw(np.float16, small(T=70, S=140))
     bias = np.random.default_rng(4).standard_normal((70, 140))
     bias[:, ::3] = np.finfo(np.float16).min
-    kwargs = dict(bias=bias.astype(np.float16))
-    assert_truth(run_kernels(args, kwargs, "float16"), "float16", args, kwargs, "float16")
+    call = small(T=70, S=140), dict(bias=bias.astype(np.float16))
+    assert_kernels("float16", call, "float16")
 
 
 @pytest.mark.slow

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from cases import Sizes
 from conftest import cotangents, few
-from hopper_cases import assert_close, bf16, draw, f32, i32, kernels, lowered, needs_kernels
+from hopper_cases import bf16, draw, f32, i32, kernels, lowered, needs_kernels
 from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_kernels
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_calls import assert_close
 
 from memeff import block_mask, dot_product_attention, explain, masks, scores
 from memeff.device import pretend_device

@@ -5,8 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from conftest import assert_truth, few
-from hopper_cases import assert_close, bf16, draw, f32, i32, needs_kernels, run_kernels, small
+from conftest import few
+from hopper_cases import assert_kernels, bf16, draw, f32, i32, needs_kernels, run_kernels, small
+from small_calls import assert_close
 
 from memeff import dot_product_attention
 
@@ -37,15 +38,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", few(CASES, ("each",)))
 def test_values(name):
-    z, kwargs = CASES[name]
-    args = draw(bf16, z)
-    assert_truth(run_kernels(args, kwargs), name, args, kwargs, "bfloat16")
+    assert_kernels(name, CASES[name])
 
 
 @pytest.mark.slow
 def test_float16():
-    args = draw(np.float16, small(T=70, S=140))
-    assert_truth(run_kernels(args, EACH, "float16"), "float16", args, EACH, "float16")
+    assert_kernels("float16", (small(T=70, S=140), EACH), "float16")
 
 
 @pytest.mark.slow
@@ -65,5 +63,4 @@ def test_kernels_drop_the_pairs_that_the_chunked_path_drops(rate):
 
 @pytest.mark.slow
 def test_gradient_of_wide_heads_draws_the_same_pairs():
-    args = draw(bf16, small(T=70, S=90, H=192, D=130))
-    assert_truth(run_kernels(args, EACH), "192", args, EACH, "bfloat16")
+    assert_kernels("192", (small(T=70, S=90, H=192, D=130), EACH))

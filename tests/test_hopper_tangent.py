@@ -17,7 +17,6 @@ import pytest
 from cases import Sizes, accumulator
 from conftest import assert_as_good, few, oracle_arguments
 from hopper_cases import (
-    assert_close,
     bf16,
     draw,
     f32,
@@ -30,6 +29,7 @@ from hopper_cases import (
 from hopper_stand_ins import accept_all_calls, let_arrays_be_sharded, use_plain_kernels
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_calls import assert_close
 
 import memeff
 from memeff import attention_ad, dot_product_attention, masks, scores

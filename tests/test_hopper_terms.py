@@ -5,9 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from conftest import assert_truth, few
+from conftest import few
 from hopper_cases import (
-    assert_close,
+    assert_kernels,
     bf16,
     draw,
     f32,
@@ -17,6 +17,7 @@ from hopper_cases import (
     run_kernels,
     small,
 )
+from small_calls import assert_close
 from term_cases import CASES, assert_case, assert_score_gradients, number
 
 from memeff import dot_product_attention
@@ -31,9 +32,8 @@ def test_values(name):
 
 @pytest.mark.slow
 def test_float16():
-    args = draw(np.float16, small(T=70, S=140))
     kwargs = dict(scale=number(0.3), logits_soft_cap=number(1.5))
-    assert_truth(run_kernels(args, kwargs, "float16"), "float16", args, kwargs, "float16")
+    assert_kernels("float16", (small(T=70, S=140), kwargs), "float16")
 
 
 @pytest.mark.slow

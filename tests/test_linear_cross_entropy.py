@@ -29,6 +29,7 @@ from loss_cases import (
     results,
     truth_of,
 )
+from small_calls import assert_close
 
 from memeff import linear_cross_entropy
 
@@ -301,8 +302,7 @@ def test_transposed_gradient_is_the_tangent():
     outputs, tangents = jax.jvp(losses, args, directions)
     _, pull = jax.vjp(losses, *args)
     (transposed,) = jax.linear_transpose(pull, outputs)(directions)
-    for y, z in zip(transposed, tangents, strict=True):
-        np.testing.assert_allclose(y, z, rtol=0, atol=1e-5)
+    assert_close(transposed, tangents, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -337,8 +337,7 @@ def test_numerical_derivatives_and_hessian():
             jax.jit(jax.jacfwd(jax.grad(f, (0, 1, 3)), (0, 1, 3)))(x, kernel, bias, cap)
             for f in (call, plain_call)
         )
-        for y, z in zip(jax.tree.leaves(hessian), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(y, z, rtol=0, atol=1e-12)
+        assert_close(hessian, wanted, rtol=0, atol=1e-12)
 
 
 def test_second_order_in_bfloat16_multiplies_in_float32():

@@ -24,6 +24,7 @@ from loss_cases import (
     oracle,
     plain,
 )
+from small_calls import assert_close, temp_bytes
 
 from memeff import linear_cross_entropy
 from memeff.vocabulary import loops, objective
@@ -196,8 +197,7 @@ def test_an_infinite_loss_of_weight_0_adds_nothing(reduction, chunk_size):
     (value, found), (wanted, without), (nothing, of_nothing), batched = run(x, kernel, weights)
     np.testing.assert_allclose([value, batched], wanted, rtol=2e-6)
     assert not np.any(found[0][3])
-    for y, z in zip((found[0][rest], found[1], found[2][rest]), without, strict=True):
-        np.testing.assert_allclose(y, z, rtol=0, atol=4e-6)
+    assert_close((found[0][rest], found[1], found[2][rest]), without, rtol=0, atol=4e-6)
     assert nothing == 0
     assert not np.any(of_nothing[0]) and not np.any(of_nothing[1])
     assert np.all(np.isfinite(of_nothing[2]))
@@ -302,8 +302,7 @@ def test_vmap_scan_and_remat():
     found = run(x, kernel, labels)
     first = found.pop("one call")
     for name, result in found.items():
-        for y, z in zip(jax.tree.leaves(result), jax.tree.leaves(first), strict=True):
-            np.testing.assert_allclose(y, z, rtol=0, atol=2e-6, err_msg=name)
+        assert_close(result, first, rtol=0, atol=2e-6, err_msg=name)
 
 
 def products(function, *args) -> int:
@@ -341,8 +340,7 @@ def test_memory_is_a_block_of_logits_and_a_gradient_of_the_kernel(small_blocks):
     )
     t = objective.block_tokens(tokens, words, False)
     assert t * words <= objective.GPU_LOGITS
-    gradient = jax.jit(jax.value_and_grad(mean, (0, 1))).lower(*shapes).compile()
-    found = gradient.memory_analysis().temp_size_in_bytes
+    found = temp_bytes(jax.value_and_grad(mean, (0, 1)), shapes)
     block = 4 * t * words
     rest = 4 * features * (2 * words + 3 * tokens)
     assert found <= 2 * block + rest
@@ -363,5 +361,4 @@ def test_memory_under_vmap_is_that_of_the_losses_of_tokens():
         jax.ShapeDtypeStruct((64, 32_000), f32),
         jax.ShapeDtypeStruct((64, 64), np.int32),
     )
-    gradient = jax.jit(jax.grad(mean, (0, 1))).lower(*shapes).compile()
-    assert gradient.memory_analysis().temp_size_in_bytes < 4 * 64 * 32_000 * 4
+    assert temp_bytes(jax.grad(mean, (0, 1)), shapes) < 4 * 64 * 32_000 * 4

@@ -12,7 +12,7 @@ from conftest import few
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from loss_cases import HIDDEN, IGNORE, H, T, draw, f32
-from sharded import collectives, mesh_of
+from sharded import assert_near, collectives, mesh_of
 
 from memeff import linear_cross_entropy
 from memeff.vocabulary import loops
@@ -83,12 +83,6 @@ def placed(mesh, specs, args):
 ROWS = P("d")
 SPECS = (ROWS, P(None, "v"), P("v"), ROWS, (ROWS, ROWS))
 GRADIENT_SPECS = (ROWS, P(None, "v"), P("v"))
-
-
-def assert_near(actual, wanted, eps):
-    for x, y in zip(actual, wanted, strict=True):
-        atol = eps * max(1, np.abs(y).max())
-        np.testing.assert_allclose(np.asarray(x), y, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(

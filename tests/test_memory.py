@@ -18,6 +18,7 @@ from cases import Sizes
 from conftest import few
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from small_calls import temp_bytes
 
 from memeff import dot_product_attention, linear_cross_entropy
 
@@ -98,11 +99,6 @@ def gradient(forward):
 
 def compiled(function, shapes):
     return jax.jit(function).lower(*shapes).compile()
-
-
-def temp_bytes(function, shapes) -> int:
-    """Return the bytes that the compiled function takes beyond inputs and outputs."""
-    return compiled(function, shapes).memory_analysis().temp_size_in_bytes
 
 
 @functools.cache

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import few
-from test_memory import call, compiled, f32, gradient, mib, temp_bytes
+from small_calls import temp_bytes
+from test_memory import call, compiled, f32, gradient, mib
 
 pytestmark = pytest.mark.once
 

@@ -45,8 +45,8 @@ def listops_loss_and_gradient(graphdef, params, accumulate=1):
 jitted_loss_and_gradient = jax.jit(loss_and_gradient, static_argnums=(0, 3))
 
 
-def draw_tokens(*shape, seed=5):
-    return jnp.asarray(np.random.default_rng(seed).integers(1, 256, shape))
+def draw_tokens(*shape):
+    return jnp.asarray(np.random.default_rng(5).integers(1, 256, shape))
 
 
 def assert_close(actual, expected, tolerance=2e-5):

@@ -17,6 +17,7 @@ from cases import CASES, MIXES, SINGLES, Sizes, qkv, split
 from conftest import GRADIENTS, cotangents, few, in_group, oracle_arguments, true_case
 from jax.extend.core import jaxprs_in_params
 from jax.test_util import check_grads
+from small_calls import assert_same
 
 import memeff
 
@@ -77,14 +78,6 @@ def run(names, order, **override):
 def largest(x) -> float:
     """Return the largest absolute number of x, and 0 if x is empty."""
     return np.abs(x).max(initial=0)
-
-
-def assert_close(actual, expected, eps=1e-9):
-    """Compare two trees, each array relative to its largest number, or 1 if that is larger."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    expected = jax.tree.leaves(expected)
-    for x, y in zip(jax.tree.leaves(actual), expected, strict=True):
-        assert largest(x - y) <= eps * max(1, largest(y))
 
 
 def move(floats, along, distance):
@@ -293,7 +286,7 @@ def test_second_order_against_the_definition(order, name):
     names = in_group(name, FAST, 4) if name in FAST else (name,)
     actual = second(names, order)[name]
     plain = second(names, order, implementation="reference")[name]
-    assert_close(actual, plain)
+    assert_same(actual, plain, 1e-9)
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -378,7 +371,7 @@ FIFTH = ["fffff", "rfrfr", "frfrf", "ffrrr"]
 def test_orders_and_mixtures(modes):
     actual = derivative_along(modes, None)
     plain = derivative_along(modes, "reference")
-    assert_close(actual, plain)
+    assert_same(actual, plain, 1e-9)
 
 
 @pytest.mark.once

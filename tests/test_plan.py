@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import few
+from small_calls import temp_bytes
 from test_dispatch import OLD
 
 import memeff
@@ -78,11 +79,6 @@ def is_array(x):
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
-def temporary_bytes(function, *shapes):
-    """Compile the function, and return the bytes of temporary memory that XLA reports."""
-    return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-
-
 def compiled_bytes(args, kwargs):
     """Return XLA's bytes of a forward, and of forward and gradient in one call."""
     static = {}
@@ -106,8 +102,8 @@ def compiled_bytes(args, kwargs):
         _, pull = jax.vjp(attend, args, floats)
         return pull(dout)
 
-    forward_bytes = temporary_bytes(forward, args, floats, arrays)
-    gradient_bytes = temporary_bytes(gradient, args, floats, arrays, args[0])
+    forward_bytes = temp_bytes(forward, (args, floats, arrays))
+    gradient_bytes = temp_bytes(gradient, (args, floats, arrays, args[0]))
     return forward_bytes, gradient_bytes
 
 
@@ -139,7 +135,7 @@ def test_few_queries_take_no_array_as_long_as_the_keys(T, dtype):
     query = jax.ShapeDtypeStruct((2, T, 8, 64), dtype)
     key = jax.ShapeDtypeStruct((2, 16384, 2, 64), dtype)
     args = query, key, key
-    compiled = temporary_bytes(dot_product_attention, *args)
+    compiled = temp_bytes(dot_product_attention, args)
     assert 0.9 * compiled <= memeff.plan(*args).forward_bytes <= 1.1 * compiled
     assert compiled < key.size * key.dtype.itemsize / 2
 
@@ -182,7 +178,7 @@ def test_a_compiled_plan_is_what_xla_reports(call):
 def assert_as_compiled(plan, arguments):
     """Check that a compiled plan has the bytes of the programs of a call."""
     programs = drawn.programs(drawn.Call(arguments))
-    found = {name: drawn.bytes_of(program) for name, program in programs.items()}
+    found = {name: temp_bytes(*program) for name, program in programs.items()}
     assert plan.compiled and plan.forward_bytes == found["forward"]
     assert plan.gradient_bytes == max(found["both"], found["gradient"])
 
@@ -220,9 +216,9 @@ def test_plain_attention_is_told_about_right():
         return pull(dout)
 
     plan = memeff.plan(x, x, x)
-    compiled = temporary_bytes(plain, x, x, x)
+    compiled = temp_bytes(plain, (x, x, x))
     assert 0.7 * compiled <= plan.plain_forward_bytes <= 1.4 * compiled
-    compiled = temporary_bytes(gradient, x, x, x, x)
+    compiled = temp_bytes(gradient, (x, x, x, x))
     assert 0.7 * compiled <= plan.plain_gradient_bytes <= 1.4 * compiled
 
 

@@ -37,6 +37,7 @@ from sharded import (
     slow,
     specs_of,
 )
+from small_calls import temp_bytes
 
 from memeff import (
     attention_statistics,
@@ -312,19 +313,18 @@ def test_memory_per_device_is_an_eighth(kind, axis_type, is_set, direction):
         out, pull = jax.vjp(call, x)
         return pull(out)[0] if direction == "gradient" else out
 
-    def temporary_bytes(mesh):
+    def bytes_on(mesh):
         def shard(x, spec):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
         specs = specs_of(extra, "x")
         sharded = {name: shard(array, specs[name]) for name, array in extra.items()}
         with mesh_context(mesh, is_set):
-            program = jax.jit(run).lower(shard(x, BOTH), sharded).compile()
-        return program.memory_analysis().temp_size_in_bytes
+            return temp_bytes(run, (shard(x, BOTH), sharded))
 
     first = np.array(jax.devices()[:1]).reshape(1, 1)
-    whole = temporary_bytes(Mesh(first, ("x", "y"), axis_types=(axis_type,) * 2))
-    each = temporary_bytes(mesh_of(axis_type, x=4, y=2))
+    whole = bytes_on(Mesh(first, ("x", "y"), axis_types=(axis_type,) * 2))
+    each = bytes_on(mesh_of(axis_type, x=4, y=2))
     assert each <= whole / 8 * 1.25 + 2**20, (
         f"one device {whole / 2**20:.1f} MiB, each of eight {each / 2**20:.1f} MiB"
     )

@@ -15,6 +15,7 @@ from cases import CASES, SINGLES, Sizes, qkv
 from conftest import assert_case, assert_truth, few, run_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_calls import assert_close
 from tpu_calls import inputs, kernels, run_kernels
 
 import memeff
@@ -373,16 +374,12 @@ def on_one_device():
         return jax.tree.map(np.asarray, jax.jit(both)(*batch()))
 
 
-def assert_same(results, expected, atol=2e-6):
-    for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=atol)
-
-
 def test_vmap_adds_to_the_batch():
     nested = [x.reshape(2, 2, *x.shape[1:]) for x in batch()]
     with kernels():
         results = jax.jit(jax.vmap(both))(*nested)
-    assert_same([np.asarray(x).reshape(4, *x.shape[2:]) for x in results], on_one_device())
+    results = [np.asarray(x).reshape(4, *x.shape[2:]) for x in results]
+    assert_close(results, on_one_device(), atol=2e-6)
 
 
 @pytest.mark.slow
@@ -397,7 +394,7 @@ def test_each_device_runs_its_part(axis_type):
         ]
         program = jax.jit(both).lower(*placed).compile()
         results = program(*placed)
-    assert_same(results, on_one_device())
+    assert_close(results, on_one_device(), atol=2e-6)
     assert "all-gather" not in str(program.as_text())
 
 
@@ -409,7 +406,7 @@ def test_inside_shard_map():
         results = jax.jit(in_parts(both, check_vma=False))(*batch())
         with pytest.raises(NotImplementedError, match="inside jax.shard_map need its check_vma=F"):
             in_parts(both)(*batch())
-    assert_same(results, on_one_device())
+    assert_close(results, on_one_device(), atol=2e-6)
 
 
 @pytest.mark.slow
@@ -428,4 +425,4 @@ def test_derivatives_of_the_kernels_are_those_of_the_chunked_path():
         for name in ("pallas", "xla"):
             gradient = jax.grad(functools.partial(loss, name))
             results[name] = jax.jit(functools.partial(jax.jvp, gradient))((query,), (query,))
-    assert_same(results["pallas"], results["xla"], 1e-5)  # of numbers of up to 4
+    assert_close(results["pallas"], results["xla"], atol=1e-5)  # of numbers of up to 4

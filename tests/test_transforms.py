@@ -63,10 +63,10 @@ def layers_unrolled(x, weights, **kwargs):
     return x
 
 
-def layer_inputs(count=3):
+def layer_inputs():
     rng = np.random.default_rng(1)
     x = rng.standard_normal((2, 13, 2, 5))
-    weights = rng.standard_normal((count, 5, 5))
+    weights = rng.standard_normal((3, 5, 5))
     return jnp.asarray(x, f32), jnp.asarray(weights, f32)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 from cases import Sizes
 from hopper_cases import unseen_filled
 from kernel_functions import MASKS, OFFSET_MASKS, PAIR_MASKS, PARAMS, SCORES, SEEN
@@ -329,44 +330,13 @@ def positions(static: Static, arrays) -> dict[str, Any]:
 def _seen(static: Static, arrays, args) -> np.ndarray:
     row, _, n, i, j = pairs(static, arrays)
     query, key, _ = args
-    seen = by_rows(query, key, **positions(static, arrays))
+    seen = oracle.seen_by(query, key, **positions(static, arrays))
     for name, x in arrays.items():
         if name.startswith("mask of"):
             seen = seen & x
     if static.mask is not None:
         seen = seen & SEEN[static.mask](row, n, i, j)
     return seen
-
-
-def by_rows(query, key, **kwargs) -> np.ndarray:
-    """Return `oracle.seen_by`, [B, N, T, S], computed a row at a time.
-
-    The loops of the oracle over pairs would take a second a case.
-    """
-    B, T, N, _ = query.shape
-    S = key.shape[1]
-    left, right = kwargs.get("local_window_size", (None, None))
-    q_offset = np.broadcast_to(kwargs.get("q_offset", 0), B)
-    q_lengths = np.broadcast_to(kwargs.get("query_seq_lengths", T), B)
-    kv_lengths = np.broadcast_to(kwargs.get("key_value_seq_lengths", S), B)
-    q_ids = kwargs.get("query_segment_ids")
-    k_ids = kwargs.get("key_value_segment_ids", q_ids)
-    j = np.arange(S)
-    seen = np.zeros((B, 1, T, S), bool)
-    for b in range(B):
-        for i in range(min(T, q_lengths[b])):
-            position = i + q_offset[b]
-            keep = j < kv_lengths[b]
-            if kwargs.get("is_causal"):
-                keep &= j <= position
-            if left is not None:
-                keep &= j >= position - left
-            if right is not None:
-                keep &= j <= position + right
-            if q_ids is not None:
-                keep &= q_ids[b, i] == k_ids[b]
-            seen[b, 0, i] = keep
-    return np.broadcast_to(seen, (B, N, T, S))
 
 
 # ---- running

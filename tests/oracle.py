@@ -145,29 +145,28 @@ def sees(
 ):
     """Return [T, S], True where query i of one sequence may attend to key j.
 
-    This is the rule of every positional argument, pair by pair.
+    This is the rule of every positional argument, a row at a time.
     """
     if isinstance(local_window_size, tuple):
         left, right = local_window_size
     else:
         left = right = local_window_size
+    j = np.arange(S)
     keep = np.zeros((T, S), bool)
-    for i in range(T):
-        for j in range(S):
-            position = i + q_offset
-            if is_causal and j > position:
-                continue
-            if left is not None and j < position - left:
-                continue
-            if right is not None and j > position + right:
-                continue
-            if query_length is not None and i >= query_length:
-                continue
-            if key_length is not None and j >= key_length:
-                continue
-            if query_segments is not None and query_segments[i] != key_segments[j]:
-                continue
-            keep[i, j] = True
+    for i in range(T if query_length is None else min(T, query_length)):
+        position = i + q_offset
+        row = np.ones(S, bool)
+        if is_causal:
+            row &= j <= position
+        if left is not None:
+            row &= j >= position - left
+        if right is not None:
+            row &= j <= position + right
+        if key_length is not None:
+            row &= j < key_length
+        if query_segments is not None:
+            row &= np.equal(query_segments[i], key_segments)
+        keep[i] = row
     return keep
 
 

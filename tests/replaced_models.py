@@ -92,17 +92,28 @@ def flax_linen_in_training(tokens):
     return model, (random_params(layer.init, keys, x), x)
 
 
+def nnx_function(call, layer):
+    """Return the function of `call(layer, *inputs)` for an NNX module, and its parameters."""
+    nnx = pytest.importorskip("flax.nnx")
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def model(params, *inputs):
+        state = jax.tree.map(jnp.copy, rest)  # a call counts its draws in its state
+        return call(nnx.merge(graph, params, state), *inputs)
+
+    return model, random_like(params)
+
+
 def flax_nnx(tokens):
     """Return NNX's module with a causal mask, whose keys are those of fewer heads by repetition."""
     nnx = pytest.importorskip("flax.nnx")
     layer = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0))
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
 
-    def model(params, x):
-        layer = nnx.merge(graph, params, rest)
+    def call(layer, x):
         return layer(x, mask=nnx.make_causal_mask(x[..., 0]))
 
-    return model, (random_like(params), features(B, tokens, WIDTH))
+    model, params = nnx_function(call, layer)
+    return model, (params, features(B, tokens, WIDTH))
 
 
 def flax_nnx_in_training(tokens):
@@ -111,13 +122,8 @@ def flax_nnx_in_training(tokens):
     layer = nnx.MultiHeadAttention(
         HEADS, WIDTH, decode=False, dropout_rate=0.1, deterministic=False, rngs=nnx.Rngs(0)
     )
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
-
-    def model(params, x):
-        state = jax.tree.map(jnp.copy, rest)  # a call counts its draws in its state
-        return nnx.merge(graph, params, state)(x)
-
-    return model, (random_like(params), features(B, tokens, WIDTH))
+    model, params = nnx_function(lambda layer, x: layer(x), layer)
+    return model, (params, features(B, tokens, WIDTH))
 
 
 def equinox(tokens):
@@ -172,7 +178,9 @@ def keras_variables(model):
     return random_like(params, scale=0.2), state
 
 
-def keras_layer(layer, tokens, **options):
+def keras_layer(name, tokens, sizes, dropout=0.0, **options):
+    keras = pytest.importorskip("keras")
+    layer = getattr(keras.layers, name)(*sizes, dropout=dropout)
     layer.build((B, tokens, WIDTH), (B, tokens, WIDTH))
     params, state = keras_variables(layer)
 
@@ -184,29 +192,24 @@ def keras_layer(layer, tokens, **options):
 
 def keras_heads(tokens):
     """Return Keras' layer, which calls jax.nn's function."""
-    keras = pytest.importorskip("keras")
-    layer = keras.layers.MultiHeadAttention(HEADS, HEAD_SIZE)
-    return keras_layer(layer, tokens, use_causal_mask=True)
+    return keras_layer("MultiHeadAttention", tokens, (HEADS, HEAD_SIZE), use_causal_mask=True)
 
 
 def keras_heads_with_dropout(tokens):
     """Return Keras' layer with dropout, out of training; it writes attention out."""
-    keras = pytest.importorskip("keras")
-    layer = keras.layers.MultiHeadAttention(HEADS, HEAD_SIZE, dropout=0.1)
-    return keras_layer(layer, tokens, use_causal_mask=True, training=False)
+    options = {"use_causal_mask": True, "training": False}
+    return keras_layer("MultiHeadAttention", tokens, (HEADS, HEAD_SIZE), 0.1, **options)
 
 
 def keras_in_training(tokens):
     """Return Keras' layer with dropout in training, whose seed is in its state."""
-    keras = pytest.importorskip("keras")
-    layer = keras.layers.MultiHeadAttention(HEADS, HEAD_SIZE, dropout=0.1)
-    return keras_layer(layer, tokens, use_causal_mask=True, training=True)
+    options = {"use_causal_mask": True, "training": True}
+    return keras_layer("MultiHeadAttention", tokens, (HEADS, HEAD_SIZE), 0.1, **options)
 
 
 def keras_grouped_heads(tokens):
-    keras = pytest.importorskip("keras")
-    layer = keras.layers.GroupQueryAttention(HEAD_SIZE, HEADS, 2, dropout=0.1)
-    return keras_layer(layer, tokens, use_causal_mask=True, training=False)
+    options = {"use_causal_mask": True, "training": False}
+    return keras_layer("GroupQueryAttention", tokens, (HEAD_SIZE, HEADS, 2), 0.1, **options)
 
 
 def levanter(tokens):
@@ -424,21 +427,6 @@ def gemma(tokens):
     return function, (params, ids)
 
 
-def nnx_language_model(model):
-    """Return the function of an NNX language model as tunix calls it, and its parameters."""
-    nnx = pytest.importorskip("flax.nnx")
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def function(params, ids):
-        model = nnx.merge(graph, params, rest)
-        length = ids.shape[1]
-        positions = jnp.broadcast_to(jnp.arange(length), ids.shape)
-        mask = jnp.tril(jnp.ones((length, length), bool))[None]
-        return model(ids, positions, None, mask)[0]
-
-    return function, random_like(params)
-
-
 def tunix_llama(tokens):
     llama = pytest.importorskip("tunix.models.llama3.model")
     nnx = pytest.importorskip("flax.nnx")
@@ -454,7 +442,13 @@ def tunix_llama(tokens):
         norm_eps=1e-5,
         weight_tying=True,
     )
-    function, params = nnx_language_model(llama.Llama3(config, rngs=nnx.Rngs(0)))
+
+    def call(model, ids):
+        positions = jnp.arange(tokens)[None]
+        mask = jnp.tril(jnp.ones((tokens, tokens), bool))[None]
+        return model(ids, positions, None, mask)[0]
+
+    function, params = nnx_function(call, llama.Llama3(config, rngs=nnx.Rngs(0)))
     return function, (params, token_ids(1, tokens))
 
 
@@ -600,13 +594,8 @@ def attnax_alibi(tokens):
         use_rope=True,
         rope_max_positions=tokens,
     )
-    graph, params, rest = nnx.split(layer, nnx.Param, ...)
-
-    def model(params, x):
-        layer = nnx.merge(graph, params, rest)
-        return layer(x, deterministic=True)
-
-    return model, (random_like(params), features(B, tokens, WIDTH))
+    model, params = nnx_function(lambda layer, x: layer(x, deterministic=True), layer)
+    return model, (params, features(B, tokens, WIDTH))
 
 
 class Model(NamedTuple):

@@ -68,15 +68,6 @@ def test_its_truth_is_the_oracle(seed):
         np.testing.assert_allclose(actual[name], x, rtol=1e-9, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("seed", range(0, 30, kernel_cases.DRAWS))
-def test_who_sees_whom_is_the_oracles(seed):
-    case = kernel_cases.draw(seed, small=True)
-    kwargs = kernel_cases.positions(case.static, case.arrays)
-    query, key, _ = case.args
-    expected = oracle.seen_by(query, key, **kwargs)
-    np.testing.assert_array_equal(kernel_cases.by_rows(query, key, **kwargs), expected)
-
-
 class StandIn:
     """Plain attention in the place of kernels.
 

@@ -275,14 +275,12 @@ def _batch(axis_data, arrays, axes, *, flat: FlatFunction, **_):
     if none_mapped(axes):
         results, _ = _bind(arrays, flat)
         return results, [None] * len(results)
+    arrays, axes = mapped_axis_first(arrays, axes)
     if hasattr(flat.f, "in_batch") and not flat.vmaps:
-        moved, moved_axes = mapped_axis_first(arrays, axes)
-        in_axes = flat.arguments(moved_axes)
-        results = flat.f.in_batch(axis_data.size, in_axes, *flat.arguments(moved))
+        results = flat.f.in_batch(axis_data.size, flat.arguments(axes), *flat.arguments(arrays))
         if results is not None:
             results = jax.tree.leaves(results)
             return results, [0] * len(results)
-    arrays, axes = mapped_axis_first(arrays, axes)
     vmaps = (*flat.vmaps, Vmap(axis_data.size, axes))
     results, result_structure = _bind(arrays, dataclasses.replace(flat, vmaps=vmaps))
     count = 0  # of results that are the same in all calls: jacfwd relies on it

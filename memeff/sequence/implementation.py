@@ -160,8 +160,10 @@ class Sharded:
             if not joins:
                 dparams = add_logit_params(parts[0], dparams, gradients.logit_params)
             key_gradients: Any = gradients.key, gradients.value
-            if joins_gradients:
-                key_gradients = _join_key_gradients(gradients)
+            if joins_gradients and gradients.value is None:  # kernels have stored them as one
+                key_gradients = gradients.key
+            elif joins_gradients:
+                key_gradients = jnp.concatenate(key_gradients, axis=2)  # B S 2K H
             return (dqueries, dparams), key_gradients
 
         def zeros(x: Array) -> Array:
@@ -280,13 +282,6 @@ class Sharded:
         branches = problem.has_window and not has_array_bounds(problem, operands)
         branches &= self.shards.devices <= MOST_BRANCHES
         return gathered_walk(self.shards, problem, operands, state, visit, tangents, rows, branches)
-
-
-def _join_key_gradients(gradients: Gradients) -> Array:
-    """Return dk and dv as one array [B, S, 2 K, H]; kernels may have stored them so."""
-    if gradients.value is None:
-        return gradients.key
-    return jnp.concatenate((gradients.key, gradients.value), axis=2)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -165,10 +165,8 @@ class InnerProduct:
         """Return the cotangents of the tangents: the gradients times a number."""
         gradients, _ = args
         (cotangent,) = cotangents
-        products = (g.astype(self.dtype) * cotangent for g in jax.tree.leaves(gradients))
-        return [
-            x.astype(g.dtype) for x, g in zip(products, jax.tree.leaves(gradients), strict=True)
-        ]
+        leaves = jax.tree.leaves(gradients)
+        return [(g.astype(self.dtype) * cotangent).astype(g.dtype) for g in leaves]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,6 +7,7 @@ assert kernels(lowered(function, x)) == 1      # lowered for CUDA
 
 import contextlib
 import functools
+import inspect
 import re
 import sys
 
@@ -338,12 +339,12 @@ NOTHING_HIDDEN = (
     "segments, long",
     "scale",
 )
-NOT_POSITIONS = ("logits_soft_cap", "scale", "sinks")
 
 
 def position_arguments(kwargs: dict) -> dict:
     """Return the keyword arguments that decide who may attend to whom."""
-    return {name: x for name, x in kwargs.items() if name not in NOT_POSITIONS}
+    names = inspect.signature(oracle.seen_by).parameters
+    return {name: x for name, x in kwargs.items() if name in names}
 
 
 # Calls whose query heads of a group have a thread block each (small calls are not divided), and

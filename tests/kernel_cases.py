@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from cases import Sizes
-from hopper_cases import unseen_filled
+from hopper_cases import position_arguments, unseen_filled
 from kernel_functions import MASKS, OFFSET_MASKS, PAIR_MASKS, PARAMS, SCORES, SEEN
 
 import memeff
@@ -301,16 +301,6 @@ def bias_hides(bias: np.ndarray) -> np.ndarray:
 
 # ---- who sees whom
 
-POSITIONS = (
-    "is_causal",
-    "local_window_size",
-    "q_offset",
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-)
-
 
 def pairs(static: Static, arrays):
     """Return row, b, n, i, j of all pairs, to be broadcast; i is row's position among the keys."""
@@ -321,16 +311,10 @@ def pairs(static: Static, arrays):
     return row, b, n, row + offset, j
 
 
-def positions(static: Static, arrays) -> dict[str, Any]:
-    """Return the keyword arguments of a call that hide pairs by their positions."""
-    kwargs = static.kwargs | arrays
-    return {name: x for name, x in kwargs.items() if name in POSITIONS}
-
-
 def _seen(static: Static, arrays, args) -> np.ndarray:
     row, _, n, i, j = pairs(static, arrays)
     query, key, _ = args
-    seen = oracle.seen_by(query, key, **positions(static, arrays))
+    seen = oracle.seen_by(query, key, **position_arguments(static.kwargs | arrays))
     for name, x in arrays.items():
         if name.startswith("mask of"):
             seen = seen & x

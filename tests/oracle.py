@@ -1,4 +1,4 @@
-"""Compute attention and its gradients in float64, one formula a line, with masks by loops.
+"""Compute attention and its gradients in float64, one formula a line, with masks by the row.
 
 This file is the truth of the tests. It needs NumPy only: no memeff, no JAX.
 

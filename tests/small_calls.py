@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 f32 = np.float32
 
@@ -23,8 +24,8 @@ def assert_same(actual, expected, eps=2e-6):
     """Check that two trees of float32 differ at most as two orders of the same sums do."""
     structure = jax.tree.structure(actual)
     assert structure == jax.tree.structure(expected), f"a tree of other structure: {structure}"
-    leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for x, y in leaves:
+    leaves = jax.tree.leaves_with_path(actual)
+    for (path, x), y in zip(leaves, jax.tree.leaves(expected), strict=True):
         x = np.asarray(x, np.float64)
         y = np.asarray(y, np.float64)
         assert x.shape == y.shape, f"{x.shape} is not {y.shape}"
@@ -33,7 +34,7 @@ def assert_same(actual, expected, eps=2e-6):
         np.testing.assert_array_equal(x[~finite], y[~finite])
         worst = np.abs(x[finite] - y[finite]).max(initial=0)
         size = np.abs(y[finite]).max(initial=0)
-        assert worst <= eps * max(1, size), f"differ by {worst:.3g}"
+        assert worst <= eps * max(1, size), f"{jax.tree_util.keystr(path)} differs by {worst:.3g}"
 
 
 def assert_close(actual, expected, **tolerance):
@@ -54,6 +55,14 @@ def assert_in_place(program, cache):
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < size / 6
+
+
+def equations(jaxpr):
+    """Yield the equations of a jaxpr, and of all jaxprs inside."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
 def temp_bytes(function, arrays) -> int:

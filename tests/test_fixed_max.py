@@ -372,6 +372,12 @@ SEGMENTS = np.repeat([0, 1, 2], [T // 3, T // 3, T - 2 * (T // 3)])[None].repeat
 KEY_SEGMENTS = np.repeat([0, 1, 5], [S // 3, S // 3, S - 2 * (S // 3)])[None].repeat(B, 0)
 DROPS = Dropout(0.4, shared=False, bits="mix32")
 DROPOUT_KEY = np.array([3, 5], np.uint32)
+MANY = dict(
+    mask=pair_mask(),
+    dropout_key=DROPOUT_KEY,
+    q_segments=SEGMENTS,
+    kv_segments=KEY_SEGMENTS,
+)
 # Fields of a problem, and of operands.
 FEATURES = {
     "mask": ({}, dict(mask=pair_mask())),
@@ -383,13 +389,7 @@ FEATURES = {
     "dropout": (dict(dropout=DROPS), dict(dropout_key=DROPOUT_KEY)),
     "all": (
         dict(dropout=DROPS, right=0, q_offset=S - T),
-        dict(
-            mask=pair_mask(),
-            dropout_key=DROPOUT_KEY,
-            q_segments=SEGMENTS,
-            kv_segments=KEY_SEGMENTS,
-            logit_params=LogitParams(scale=np.float32(0.3)),
-        ),
+        dict(MANY, logit_params=LogitParams(scale=np.float32(0.3))),
     ),
     "bias": ({}, dict(logit_params=bias_of(B, 1, T, S, hides=True))),
     "bias, one tile": ({}, dict(logit_params=bias_of(B, 1, T, S, hides=True))),
@@ -398,13 +398,7 @@ FEATURES = {
     "bias of queries": (dict(left=3, right=3), dict(logit_params=bias_of(1, K * G, T, 1))),
     "bias and all": (
         dict(dropout=DROPS, right=0, q_offset=S - T),
-        dict(
-            mask=pair_mask(),
-            dropout_key=DROPOUT_KEY,
-            q_segments=SEGMENTS,
-            kv_segments=KEY_SEGMENTS,
-            logit_params=bias_of(B, K * G, T, S),
-        ),
+        dict(MANY, logit_params=bias_of(B, K * G, T, S)),
     ),
 }
 

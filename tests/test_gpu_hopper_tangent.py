@@ -101,8 +101,7 @@ def test_hopper_jvp_under_transformations(name):
     args, along = draw(jnp.bfloat16, Sizes(B=2, T=200, S=200, K=2, G=2, H=64, D=64))
 
     def results(implementation):
-        attend = functools.partial(jvps.attend, implementation=implementation)
-        leaves = jax.tree.leaves(jax.jit(jvps.TRANSFORMED[name](attend))(args, along))
+        leaves = jax.tree.leaves(jvps.transformed(name, implementation)(args, along))
         return [np.asarray(x, np.float32) for x in leaves]
 
     for x, y in zip(results("pallas"), results("xla"), strict=True):

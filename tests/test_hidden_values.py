@@ -10,6 +10,7 @@ import oracle
 import pytest
 from cases import CASES
 from conftest import cotangents, few, run_call
+from small_calls import assert_bits, assert_close
 from test_masks import IMPLEMENTATIONS, S, T, _leaves
 
 from memeff import dot_product_attention
@@ -152,8 +153,7 @@ def test_hidden_nan_reaches_no_params_of_a_transform(implementation):
         query[b, kwargs["query_seq_lengths"][b] :] = np.nan
         key[b, kwargs["key_value_seq_lengths"][b] :] = np.nan
     dirty = gradients(scale, query, key)
-    for x, expected in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
-        np.testing.assert_array_equal(x, expected)
+    assert_bits(dirty, clean)
 
 
 # ---- what somebody sees, reaches who sees it
@@ -314,8 +314,7 @@ def test_forward_mode_sees_nan_and_infinite_logits(name, forward_mode):
         np.testing.assert_array_equal(is_nan, sees)
     dirty[:, j, :, 1] = -np.inf
     seen[..., j] = False
-    for x, expected in zip(run(dirty, **SEEN[name]), run(key, mask=seen), strict=True):
-        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-5)
+    assert_close(run(dirty, **SEEN[name]), run(key, mask=seen), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -221,10 +221,6 @@ def attend(*args, implementation):
     )
 
 
-def tangents_by_jvp(f, x, dx):
-    return jax.jvp(f, x, dx)
-
-
 def tangents_by_linearize(f, x, dx):
     return jax.linearize(f, *x)[1](*dx)
 
@@ -280,30 +276,22 @@ def tangents_of_scan(f, x, dx):
     return jax.jvp(twice, x, dx)
 
 
-def transformation(tangents):
-    """Return `tangents` as a function from f to a function of its arguments and tangents."""
-
-    def transform(f):
-        return functools.partial(tangents, f)
-
-    return transform
-
-
-TRANSFORMED = {
-    "jvp": transformation(tangents_by_jvp),
-    "linearize": transformation(tangents_by_linearize),
-    "vmap of tangents": transformation(tangents_of_scaled_directions),
-    "vmap of queries": transformation(tangents_of_two_queries),
-    "jacfwd": transformation(jacobian_by_steps),
-    "hvp": transformation(hessian_vector_product),
-    "remat": transformation(tangents_of_checkpoint),
-    "scan": transformation(tangents_of_scan),
+TRANSFORMED = {  # functions of f, its arguments and their tangents
+    "jvp": jax.jvp,
+    "linearize": tangents_by_linearize,
+    "vmap of tangents": tangents_of_scaled_directions,
+    "vmap of queries": tangents_of_two_queries,
+    "jacfwd": jacobian_by_steps,
+    "hvp": hessian_vector_product,
+    "remat": tangents_of_checkpoint,
+    "scan": tangents_of_scan,
 }
 
 
 def transformed(name, implementation):
     """Return the jitted transformation of `attend`, a function of arguments and tangents."""
-    return jax.jit(TRANSFORMED[name](functools.partial(attend, implementation=implementation)))
+    f = functools.partial(attend, implementation=implementation)
+    return jax.jit(functools.partial(TRANSFORMED[name], f))
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)

@@ -23,6 +23,7 @@ from loss_cases import (
     plain,
     truth_of,
 )
+from small_calls import assert_same
 
 from memeff import linear_cross_entropy
 from memeff.linear_cross_entropy import LossOptions
@@ -84,12 +85,7 @@ def test_leading_dims_jit_vmap_scan_and_remat():
 
     found = run(x, kernel, labels, bias)
     found["no jit"] = gradients(one, x, kernel, labels, bias)
-    first = found.pop("one call")
-    for name, result in found.items():
-        for y, z in zip(result, first, strict=True):
-            assert y.shape == z.shape
-            atol = 4e-6 * max(1, np.abs(z).max())
-            np.testing.assert_allclose(y, z, rtol=0, atol=atol, err_msg=name)
+    assert_same(found, dict.fromkeys(found, found["one call"]), 4e-6)
 
 
 def test_vmap_of_labels_and_of_cotangents():

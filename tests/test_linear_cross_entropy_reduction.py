@@ -24,7 +24,7 @@ from loss_cases import (
     oracle,
     plain,
 )
-from small_calls import assert_close, temp_bytes
+from small_calls import assert_close, assert_same, temp_bytes
 
 from memeff import linear_cross_entropy
 from memeff.vocabulary import loops, objective
@@ -262,11 +262,7 @@ def test_every_mode_to_the_second_order(name):
     with jax.enable_x64(True):
         actual = grow(ours(static))(*args, labels, directions)
         wanted = grow(plain_sum(static))(*args, labels, directions)
-    for what in wanted:
-        pairs = zip(jax.tree.leaves(actual[what]), jax.tree.leaves(wanted[what]), strict=True)
-        for y, z in pairs:
-            atol = 1e-12 * max(1, np.abs(z).max())
-            np.testing.assert_allclose(y, z, rtol=0, atol=atol, err_msg=what)
+    assert_same(actual, wanted, 1e-12)
 
 
 def test_vmap_scan_and_remat():

@@ -21,6 +21,7 @@ from conftest import (
     true_case,
 )
 from jax.test_util import check_grads
+from small_calls import assert_same
 
 from memeff import dot_product_attention, tile_sizes
 
@@ -160,16 +161,8 @@ def test_float64(name):
     actual = run_cases(FLOAT64, "float64")[name]
     truth = true_case(name, "float64")
     assert actual.out.dtype == actual.lse.dtype == np.float64
-    _assert_close_to_largest(actual.out, truth.out, 1e-13, "out")
-    _assert_close_to_largest(actual.lse, truth.lse, 1e-13, "lse")
-    for argument, grad in actual.grads.items():
-        _assert_close_to_largest(grad, truth.grads[argument], 1e-12, f"d{argument}")
-
-
-def _assert_close_to_largest(x, y, eps, what):
-    """Assert that x is y up to eps of the largest finite number of y, or of 1."""
-    largest = np.abs(y[np.isfinite(y)]).max(initial=0)
-    np.testing.assert_allclose(x, y, rtol=0, atol=eps * max(1, largest), err_msg=what)
+    assert_same([actual.out, actual.lse], [truth.out, truth.lse], 1e-13)
+    assert_same(actual.grads, {name: truth.grads[name] for name in actual.grads}, 1e-12)
 
 
 def test_numerical_derivative():
@@ -328,12 +321,7 @@ def test_chunk_sizes_agree():
     kwargs["bias"] = np.random.default_rng(7).standard_normal((6, 37, 53)).astype(f32)
     sizes = [(1, 1), (7, 13), (37, 53), (36, 52), (1000, 1000), (1, 53), (37, 1), None]
     results = run_calls({str(c): (args, kwargs | {"chunk_size": c}) for c in sizes})
-    first, *rest = results.values()
-    for size, result in zip(sizes[1:], rest, strict=True):
-        for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(result), strict=True):
-            largest = np.abs(x[np.isfinite(x)]).max()
-            atol = 4e-6 * max(1, largest)
-            np.testing.assert_allclose(y, x, rtol=0, atol=atol, err_msg=str(size))
+    assert_same(results, dict.fromkeys(results, results["(1, 1)"]), 4e-6)
 
 
 # ---- arguments without a gradient

@@ -37,7 +37,7 @@ from sharded import (
     slow,
     specs_of,
 )
-from small_calls import temp_bytes
+from small_calls import assert_close, temp_bytes
 
 from memeff import (
     attention_statistics,
@@ -161,8 +161,8 @@ def test_axes_of_one_device(leads, key_heads, group):
         with mesh_context(mesh, is_set):
             args = jax.device_put((q, k), NamedSharding(mesh, spec))
             results = jax.jit(call_and_gradient)(*args)
-        for x, y in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+        assert_close(results, expected, rtol=2e-5, atol=2e-5)
+        for x in jax.tree.leaves(results):
             assert jax.typeof(x).sharding.spec == P(*spec[: x.ndim])
 
 
@@ -210,8 +210,7 @@ def test_several_leading_dims_that_an_explicit_mesh_shards(places):
     with jax.set_mesh(mesh):
         found = jax.jit(of_all_places)(arguments)
     for (spec, _), results in zip(places, found, strict=True):
-        for x, y in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
-            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+        assert_close(results, expected, rtol=2e-5, atol=2e-5)
         (out, lse), dq, _ = results
         for x in (out, lse, dq):
             assert jax.typeof(x).sharding.spec == P(*spec[: x.ndim])
@@ -239,8 +238,8 @@ def test_functions_beside_attention_take_axes_of_one_device(spec):
     expected = jax.jit(call)(x)
     with mesh_context(mesh, True):
         results = jax.jit(call)(jax.device_put(x, NamedSharding(mesh, spec)))
-    for result, right in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
-        np.testing.assert_allclose(result, right, rtol=2e-5, atol=2e-5)
+    assert_close(results, expected, rtol=2e-5, atol=2e-5)
+    for result in jax.tree.leaves(results):
         assert jax.typeof(result).sharding.spec[:3] == spec[:3]
     assert jax.typeof(results[-1]).sharding.spec == spec
 
@@ -265,8 +264,8 @@ def test_positions_beside_a_function_need_not_be_sharded_as_the_batch():
     with mesh_context(mesh, True):
         q = jax.device_put(q, NamedSharding(mesh, P("x", None, "y")))
         results = jax.jit(call)(q, *positions)
-    for result, right in zip(results, expected, strict=True):
-        np.testing.assert_allclose(result, right, rtol=2e-5, atol=2e-5)
+    assert_close(results, expected, rtol=2e-5, atol=2e-5)
+    for result in results:
         assert devices_by_dim(result)[:3] == devices_by_dim(q)[:3]
 
 

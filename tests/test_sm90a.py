@@ -237,19 +237,22 @@ def test_decoding_compiles(ptxas_output, name):
     )
 
 
+def spilled_bytes(text: str, prefix: str = "") -> list[tuple[str, int]]:
+    """Return the name of each kernel, less a prefix, and the bytes of registers that it spills."""
+    kernel = rf"entry function '{prefix}(\w+?)_mosaic_gpu_kernel'"
+    pairs = re.findall(rf"{kernel}.*?(\d+) bytes spill stores", text, re.DOTALL)
+    return [(name, int(spills)) for name, spills in pairs]
+
+
 @needs_plugin
 @pytest.mark.parametrize("name", few_fast(CASES))
 def test_compiles(ptxas_output, name):
     text = ptxas_output[name]
-    spilled = re.findall(
-        r"entry function '(\w+?)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores",
-        text,
-        flags=re.DOTALL,
-    )
+    spilled = spilled_bytes(text)
     assert {kernel for kernel, _ in spilled} == expected_kernels(name)
     allowed = SPILLED | (SPILLED_AFTER_FUSED if "fused" in name else {})
     for kernel, spills in spilled:
-        assert int(spills) <= max(allowed[kernel], SPILLED_IN_CASES.get(name, 0)), kernel
+        assert spills <= max(allowed[kernel], SPILLED_IN_CASES.get(name, 0)), kernel
     H = CASES[name]["H"]
     if CASES[name].get("dtype") == "float32":
         assert SERIAL_IN_FLOAT32.findall(text) == []
@@ -302,14 +305,10 @@ MIB = 2**20
 def test_loss_compiles(ptxas_output, name):
     """The kernels of the loss spill nothing, and the logits are not stored."""
     text = ptxas_output[name]
-    spilled = re.findall(
-        r"entry function 'memeff_vocabulary_(\w+?)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores",
-        text,
-        flags=re.DOTALL,
-    )
+    spilled = spilled_bytes(text, "memeff_vocabulary_")
     assert {kernel for kernel, _ in spilled} == LOSS_KERNELS[name].keys()
     for kernel, spills in spilled:
-        assert int(spills) <= LOSS_KERNELS[name][kernel], kernel
+        assert spills <= LOSS_KERNELS[name][kernel], kernel
     assert SERIAL.findall(text) == []
     (temporary,) = map(int, re.findall(r"temporary bytes (\d+)", text))
     if "mean" in name:  # dk in float32, and a block of 4,096 tokens in 16 bits, twice

@@ -60,6 +60,11 @@ def with_gradients(function):
     return run
 
 
+def gradient_bytes(function, args) -> int:
+    """Return the bytes that XLA allocates for the gradient, beside its arguments and results."""
+    return temp_bytes(with_gradients(function), args)
+
+
 def largest_error(actual, expected) -> float:
     """Return the largest error of any array over the largest number of that array.
 
@@ -96,8 +101,8 @@ def row_of(name: str) -> dict[str, str]:
     model = MODELS[name]
     function, args = model.make(MEMORY_TOKENS)
     report = memeff.find_attention(function, *args)
-    before = temp_bytes(with_gradients(function), args) / MIB
-    after = temp_bytes(with_gradients(memeff.replace_attention(function)), args) / MIB
+    before = gradient_bytes(function, args) / MIB
+    after = gradient_bytes(memeff.replace_attention(function), args) / MIB
     function, args = model.make(SPEED_TOKENS)
     plain, ours = best_seconds([function, memeff.replace_attention(function)], args)
     stays = [model.left, model.quadratic and f"T x S: {model.quadratic}"]

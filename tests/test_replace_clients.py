@@ -9,7 +9,7 @@ import jax
 import pytest
 from replaced_by_hand import HEADS, WIDTH, features
 from replaced_models import MODELS
-from replaced_results import MIB, largest_error, temp_bytes, with_gradients
+from replaced_results import MIB, gradient_bytes, largest_error, with_gradients
 
 import memeff
 from memeff import tile_sizes
@@ -52,14 +52,14 @@ def test_memory(name):
     """
     model = MODELS[name]
     function, args = model.make(4096)
-    before = temp_bytes(function, args)
-    after = temp_bytes(memeff.replace_attention(function), args)
+    before = gradient_bytes(function, args)
+    after = gradient_bytes(memeff.replace_attention(function), args)
     sizes = f"{before / MIB:.0f} MiB before, {after / MIB:.0f} after"
     print(f"{name}: {sizes}")
     assert after < before / 2, sizes
     if not model.quadratic:
         function, args = model.make(8192)
-        assert temp_bytes(memeff.replace_attention(function), args) <= 2.2 * after
+        assert gradient_bytes(memeff.replace_attention(function), args) <= 2.2 * after
 
 
 def test_modules_are_arguments():

@@ -603,6 +603,38 @@ def test_dropout_has_the_same_bits():
         assert "with the bits of float32 under x64" in find(of_float32, key, *qkv()).left[0].reason
 
 
+def uniform_of(key, shape, difference, shift):
+    """Return the equations of jax.random.uniform, with a difference and a shift of your own."""
+    bits = shift(jax.random.bits(key, shape), jnp.full(shape, 9, "uint32")) | np.uint32(0x3F800000)
+    floats = difference(lax.bitcast_convert_type(bits, jnp.float32), 1.0)
+    return jnp.maximum(0.0, floats * 1.0 + 0.0)
+
+
+SHIFT = lax.shift_right_logical
+
+
+@pytest.mark.parametrize(
+    "difference, shift, keep_rate, reason",
+    [
+        (lax.sub, SHIFT, 0.7, None),
+        (lambda x, y: y - x, SHIFT, 0.7, "is not one jax.random.bernoulli"),
+        (lax.sub, lambda x, y: SHIFT(y, x), 0.7, "is not one jax.random.bernoulli"),
+        (lax.sub, SHIFT, 0.0, "keeps 0 of the probabilities"),
+        (lax.sub, SHIFT, 1.5, "keeps 1.5 of the probabilities"),
+        (lax.sub, SHIFT, np.nan, "keeps nan of the probabilities"),
+    ],
+)
+def test_dropout_that_is_almost_a_bernoulli(difference, shift, keep_rate, reason):
+    def attend(key, x):
+        weights = jax.nn.softmax(x @ x.T)
+        keep = uniform_of(key, weights.shape, difference, shift) < keep_rate
+        return jnp.where(keep, weights, 0) @ x
+
+    report = find(attend, jax.random.key(0), qkv_of_one_head()[0])
+    assert len(report.replaced) == (reason is None)
+    assert reason is None or reason in report.left[0].reason
+
+
 def test_rows_that_see_no_key_beside_dropout():
     """Dropout leaves some of the values to a row that sees no key, and not the mean of all."""
     q, k, v = (jnp.concatenate([x, -x]) for x in qkv())

@@ -27,6 +27,7 @@ _STEPS = (
     ("or", 0x3F800000),
     ("shift_right_logical", 9),
 )
+_COMMUTATIVE = ("max", "add", "mul", "or")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +63,16 @@ def find_bernoulli(formula: Formula) -> Bernoulli:
         if uniform.op != name or uniform.maker is None:
             raise refuse
         inputs = uniform.maker.inputs
-        if number is None:
-            uniform = inputs[0]
-            continue
-        unknown = [x for x in inputs if known_number(x) is None]
-        numbers = [known_number(x) for x in inputs if known_number(x) is not None]
-        if len(unknown) != 1 or len(numbers) != 1 or numbers[0] != number:
+        if name in _COMMUTATIVE and known_number(inputs[0]) is not None:
+            inputs = inputs[::-1]
+        if number is not None and known_number(inputs[1]) != number:
             raise refuse
-        uniform = unknown[0]
+        uniform = inputs[0]
     if uniform.op != "random_bits" or uniform.maker is None or keep_rate is None:
         raise refuse
+    keep_rate = float(np.float32(keep_rate))
+    if not 0 < keep_rate <= 1:
+        raise NoMatch(f"dropout that keeps {keep_rate:g} of the probabilities")
     (key,) = uniform.maker.inputs
     if jax.dtypes.canonicalize_dtype(float) == np.float64:
         raise NoMatch(
@@ -79,4 +80,4 @@ def find_bernoulli(formula: Formula) -> Bernoulli:
         )
     if key.shape != () or "fry" not in str(key.dtype) or uniform.maker.params["bit_width"] != 32:
         raise NoMatch("dropout with several keys, or with a key that is not threefry's")
-    return Bernoulli(key, float(np.float32(keep_rate)), value.shape)
+    return Bernoulli(key, keep_rate, value.shape)

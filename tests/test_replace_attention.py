@@ -1871,6 +1871,24 @@ def test_loops_of_unknown_length_branches_and_jit_with_shardings():
         np.testing.assert_allclose(run(*arrays, jnp.int32(branch)), expected, atol=1e-6)
 
 
+def test_a_vmapped_loop_whose_entries_stop_one_after_the_other():
+    def attend(x, times):
+        def goes_on(carry):
+            return carry[0] < times
+
+        def step(carry):
+            return carry[0] + 1, jax.nn.softmax(carry[1] @ x.T) @ x
+
+        return lax.while_loop(goes_on, step, (0, x))
+
+    arrays = jnp.stack(qkv_of_one_head()[:2]), jnp.array([3, 1])
+    mapped = jax.vmap(attend)
+    for actual, expected in zip(
+        run_replaced(mapped, *arrays), jax.jit(mapped)(*arrays), strict=True
+    ):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
 def keys_added(s, pairs, keys, low):
     return s + pairs + keys
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
@@ -186,11 +187,20 @@ def _while(eqn: JaxprEqn, scopes: list[Scope], inputs: list[Any], outer: Reading
     of_condition = eqn.params["cond_nconsts"]
     of_body = of_condition + eqn.params["body_nconsts"]
 
-    def go_on(carry):
+    def goes_on(carry):
         (result,) = evaluate(condition, [*inputs[:of_condition], *carry], outer)
         return result
 
     def step(carry):
-        return evaluate(body, [*inputs[of_condition:of_body], *carry], outer)
+        results = evaluate(body, [*inputs[of_condition:of_body], *carry], outer)
+        if condition.graph.results[0].shape == ():
+            return results
+        # a vmapped loop: entries that have stopped stay as they are until all have
+        mapped = goes_on(carry)
+        chosen = []
+        for new, old in zip(results, carry, strict=True):
+            goes = lax.expand_dims(mapped, range(mapped.ndim, old.ndim))
+            chosen.append(jnp.where(goes, new, old))
+        return chosen
 
-    return lax.while_loop(go_on, step, inputs[of_body:])
+    return lax.while_loop(lambda carry: goes_on(carry).any(), step, inputs[of_body:])

@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from small_calls import assert_close, temp_bytes
 
 import memeff
-from memeff.rewrite import assignment, check
+from memeff.rewrite import assignment, axes, check
 from memeff.rewrite.axes import known_number, new_index
 from memeff.rewrite.element import Builder, Roles, tabulate
 from memeff.rewrite.graph import Graph
@@ -898,6 +898,29 @@ def test_programs_that_use_a_value_twice_or_are_long_are_searched(name, times):
     jaxpr = jax.make_jaxpr(repeating(name, times))(*qkv_of_one_head())
     scope = Search(jaxpr, 0).scope(jaxpr)
     assert scope.replaced or scope.left
+
+
+def test_the_search_of_a_chain_visits_each_equation_a_few_times(monkeypatch):
+    visited = []
+
+    def counted(value, known_number=axes.known_number):
+        visited.append(value)
+        return known_number(value)
+
+    monkeypatch.setattr(axes, "known_number", counted)
+    counts = []
+    for length in (100, 200):
+
+        def attend(x, length=length):
+            rows = jnp.arange(16.0)[:, None]
+            for n in range(length):
+                rows = rows + jnp.float32(n)
+            return jax.nn.softmax(jnp.where(jnp.arange(16) < rows, x @ x.T, -1e9)) @ x
+
+        visited.clear()
+        assert find(attend, qkv_of_one_head()[0]).replaced
+        counts.append(len(visited))
+    assert counts[1] < 2.2 * counts[0]
 
 
 @pytest.mark.once

@@ -376,12 +376,14 @@ def is_closed(value: Value) -> bool:
     waiting = [value]
     while waiting:
         x = waiting.pop()
-        if x in seen or known_number(x) is not None or x.op == "iota":
+        if x in seen or x.is_closed or known_number(x) is not None or x.op == "iota":
             continue
         seen.add(x)
         if x.maker is None or x.op not in ELEMENTWISE | MOVES | JOINS:
             return False
         waiting.extend(x.maker.inputs)
+    for x in seen:
+        x.is_closed = True
     return True
 
 

@@ -26,6 +26,7 @@ class Value:
     maker: Equation | None = None
     constant: Any = None  # an array or a number; None: not known
     known: list[Any] = dataclasses.field(default_factory=list)  # what `axes.known_number` found
+    is_closed: bool = False  # what `axes.is_closed` found
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -342,12 +342,22 @@ def test_arguments():
     out = replaced(arrays, flip=False, name="x", scale=2.0)
     np.testing.assert_allclose(out["x"], plain(2.0 * q, k, v), atol=1e-6)
     assert replaced.__name__ == "attend"
+    signs = replace(lambda x, zero: plain(x, k, v) * np.copysign(1, zero))
+    np.testing.assert_array_equal(signs(q, 0.0), -signs(q, -0.0))
     with pytest.raises(TypeError, match="must be arrays or hashable"):
         replaced(arrays, flip=False, name={1, 2})
     with pytest.raises(TypeError, match="takes a function, got int"):
         memeff.replace_attention(3)
     with pytest.raises(TypeError, match=r"min_logits must be a number of pairs .*, got None"):
         find(plain, *qkv(), min_logits=None)
+
+
+def test_errors_of_the_function_name_it():
+    def decide(q, k, v):
+        return q if plain(q, k, v).sum() > 0 else k
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"tracing the function decide"):
+        replace(decide)(*qkv())
 
 
 def test_higher_derivatives():

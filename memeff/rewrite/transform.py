@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from memeff.rewrite.scope import Record, Scope, Search
 
 # Logits of so few pairs take 64 KiB for each head in float32, less than one tile of 512 x 512.
 MIN_LOGITS = 128 * 128
+_OF_ARRAYS = inspect.Signature([inspect.Parameter("arrays", inspect.Parameter.VAR_POSITIONAL)])
 
 
 def replace_attention(
@@ -176,7 +179,8 @@ class _Static:
         self.leaves = leaves
         self.is_array = is_array
         kinds = tuple(type(x) for x in leaves)  # because 1 == True == 1.0
-        self._key = structure, leaves, kinds, is_array
+        signs = tuple(math.copysign(1, x) for x in leaves if isinstance(x, float))  # 0.0 == -0.0
+        self._key = structure, leaves, kinds, signs, is_array
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Static) and self._key == other._key
@@ -193,6 +197,7 @@ class _Static:
             args, kwargs = jax.tree.unflatten(self.structure, leaves)
             return f(*args, **kwargs)
 
+        vars(call).update(__wrapped__=f, __signature__=_OF_ARRAYS)  # JAX's errors name f
         return call
 
 

@@ -2358,6 +2358,19 @@ def attend_by(logits):
     return attend
 
 
+def test_the_largest_product_is_that_of_query_and_key():
+    """The other one, a bias of small rank, stays an array."""
+
+    def attend(q, k, v):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) / 3 + q[0, :, 0] @ k[0, :, 0].T
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    arrays = qkv()
+    (place,) = find(attend, *arrays).replaced
+    assert place.pair_arrays == (("bias", 16 * 16 * 4),)
+    np.testing.assert_allclose(run_replaced(attend, *arrays), attend(*arrays), atol=1e-6)
+
+
 @pytest.mark.parametrize("logits", PRODUCTS, ids=lambda f: f.__name__)
 def test_logits_of_several_products(logits):
     """Products of queries and keys that are added become one product of joined vectors."""

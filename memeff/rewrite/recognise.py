@@ -167,9 +167,9 @@ def _precision(product: Equation) -> Any:
 def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Operand) -> Element:
     """Return the product of query and key from which the logits are computed, or a sum of several.
 
-    If they are no such sum, it is the last whose query has an axis that neither key nor value has.
-    A bias may be a product too, of buckets of distances and a table, or of the query and vectors
-    for each pair.
+    If they are no such sum, it is one whose query has an axis that neither key nor value has: the
+    largest, because the others stay arrays, and the last of these. A bias may be a product too, of
+    buckets of distances and a table, or of the query and vectors for each pair.
     """
     waiting = [logits]
     seen: set[Any] = set()
@@ -189,7 +189,7 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
                 query, key = _operands_of_first(maker_of(value), index, keys)
                 shared = {*letters_in(key.index), *letters_in(value_operand.index)}
                 has_queries = not shared.issuperset(letters_in(query.index))
-                products.append((has_queries, maker_of(value).number, (value, index)))
+                products.append((has_queries, (value, index)))
             except NoMatch as reason:
                 reasons.append(str(reason))
             continue
@@ -198,18 +198,23 @@ def _find_product(logits: Element, keys: tuple[Letter, ...], value_operand: Oper
         if value.op in ("add", "sub"):
             terms = _products_of((value, index), keys)
             if _are_one_product(terms, value_operand):
-                products.append((True, value.maker.number, (value, index)))
+                products.append((True, (value, index)))
                 continue
         inputs = sources(value.maker, index)
         if inputs is None:
             ends.append(f"`{value.op}`")
         waiting.extend(inputs or [])
     if products:
-        return max(products, key=lambda x: x[:2])[2]
+        return max(products, key=lambda x: (x[0], *_size_and_number(x[1][0])))[1]
     if reasons:
         raise NoMatch(reasons[0])
     where = f": the search stops at {', '.join(dict.fromkeys(ends))}" if ends else ""
     raise NoMatch(f"the logits are not made of a product of two arrays{where}")
+
+
+def _size_and_number(value: Value) -> tuple[int, int]:
+    """Return how many elements a value has, and the number of its equation."""
+    return math.prod(value.shape), maker_of(value).number
 
 
 def _products_of(element: Element, keys: tuple[Letter, ...]) -> list[Product]:

@@ -45,9 +45,9 @@ def check_size(name: str, size: Any, least: int = 1) -> int:
     """Return a size as an int of at least `least`."""
     size = check_int(name, size)
     if size < least:
-        raise ValueError(f"{name}={size}: it must be at least {least}.")
+        raise ValueError(f"{name}={text_of(size)}: it must be at least {least}.")
     if size > INT32_MAX:
-        raise ValueError(f"{name}={size}: it must fit in 32 bits.")
+        raise ValueError(f"{name}={text_of(size)}: it must fit in 32 bits.")
     return size
 
 
@@ -219,7 +219,10 @@ def text_of(x) -> str:
     if isinstance(x, jax.Array | np.ndarray) and x.ndim:
         kind = "Array" if isinstance(x, jax.Array) else type(x).__name__
         return f"{kind}(shape={x.shape}, dtype={x.dtype})"
-    text = " ".join(repr(x).split())
+    try:
+        text = " ".join(repr(x).split())
+    except ValueError:  # Python prints no int of more than 4300 digits
+        return f"<{type(x).__name__}, too long to print>"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

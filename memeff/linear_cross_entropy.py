@@ -26,6 +26,7 @@ from memeff.inputs import (
     check_wide_floats,
     kind_of,
     known_values,
+    text_of,
     to_int32,
 )
 from memeff.problem import sum_dtype
@@ -391,7 +392,7 @@ def _check_ignore_label(label: Any) -> int | None:
         return None
     label = check_int("ignore_label", label, " (it is fixed while tracing) or None")
     if abs(label) > INT32_MAX:
-        raise ValueError(f"ignore_label={label}: it must fit in 32 bits.")
+        raise ValueError(f"ignore_label={text_of(label)}: it must fit in 32 bits.")
     return label
 
 

@@ -1,5 +1,8 @@
 """Define `merge`, which combines attention over parts of the keys."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -56,6 +59,13 @@ def merge(*parts: tuple[ArrayLike, ArrayLike]) -> tuple[Array, Array]:
                 f"part {n} of merge has out {out.shape} and lse {lse.shape}, and part 0 has "
                 f"{outs[0].shape} and {logs[0].shape}: parts must be of the same queries."
             )
+    dtypes = {out.dtype.name: out.dtype for out in outs}
+    config: Any = jax.config
+    if len(dtypes) > 1 and config.jax_numpy_dtype_promotion == "strict":
+        raise TypeError(
+            f"parts of merge have outs of {', '.join(dtypes)}, and jax_numpy_dtype_promotion is "
+            '"strict": cast them to one dtype.'
+        )
     is_wide = any(x.dtype == jnp.float64 for x in (*outs, *logs))
     dtype = jnp.float64 if is_wide else jnp.float32  # strict promotion would refuse result_type
     out, m, l = merge_rows(outs, [lse.astype(dtype) for lse in logs], [None] * len(logs))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from memeff.inputs import kind_of
+from memeff.inputs import kind_of, text_of
 
 UNITS = {"": 1, "B": 1} | {f"{p}iB": 2 ** (10 * n) for n, p in enumerate("KMGTP", 1)}
 UNITS |= {f"{p}B": 1000**n for n, p in enumerate("kMGTP", 1)}
@@ -33,7 +33,7 @@ def parse_bytes(name: str, size: Any) -> int | None:
             f'{name} must be bytes, an int or a text such as "512MiB", got {kind_of(size)}.'
         )
     if size <= 0:
-        raise ValueError(f"{name}={size}: bytes must be > 0; use None for no limit.")
+        raise ValueError(f"{name}={text_of(size)}: bytes must be > 0; use None for no limit.")
     bytes_ = operator.index(size)
     if bytes_ > LARGEST:
         raise ValueError(f"{name} is more than 2^63 bytes: make it smaller, or omit it.")

@@ -20,6 +20,7 @@ from memeff.inputs import (
     check_wide_floats,
     kind_of,
     known_values,
+    text_of,
     to_array,
     to_float,
     to_int32,
@@ -246,8 +247,8 @@ def check_offset(shape: CallShape, q_offset) -> tuple[Array | None, int]:
         for value in (int(known.max()), int(known.min())):
             if abs(value) >= POSITION_LIMIT:
                 raise ValueError(
-                    f"q_offset={value}: positions must lie between {1 - POSITION_LIMIT} and "
-                    f"{POSITION_LIMIT - 1}."
+                    f"q_offset={text_of(value)}: positions must lie between "
+                    f"{1 - POSITION_LIMIT} and {POSITION_LIMIT - 1}."
                 )
     return array, static
 

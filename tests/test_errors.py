@@ -13,7 +13,7 @@ from small_calls import Wrapped
 from test_function_errors import WRONG as WRONG_FUNCTIONS
 from wrong_calls import RIGHT, WRONG
 
-from memeff import dot_product_attention, warn
+from memeff import dot_product_attention, linear_cross_entropy, masks, warn
 
 f32 = np.float32
 
@@ -91,6 +91,24 @@ def test_an_error_gives_the_shape_of_an_array_and_not_its_numbers():
             message = str(raised.value)
             assert name in message and "rray(shape=(20, 30), dtype=float" in message
             assert len(message) < 300 and "\n" not in message
+
+
+def test_an_error_does_not_print_an_int_of_many_digits():
+    x = jnp.ones((1, 5, 2, 8))
+    attend = functools.partial(dot_product_attention, x, x, x)
+    loss = functools.partial(linear_cross_entropy, x, x[0, 0].T, jnp.zeros((1, 5, 2), int))
+    calls = (
+        ("q_offset", attend),
+        ("chunk_size", attend),
+        ("memory_limit", attend),
+        ("ignore_label", loss),
+        ("step", masks.dilated),
+    )
+    for digits in (200, 5000):  # Python itself refuses to print more than 4300
+        for name, call in calls:
+            with pytest.raises(ValueError, match=name) as raised:
+                call(**{name: -(10**digits)})
+            assert len(str(raised.value)) < 300
 
 
 # ---- traced values

@@ -176,6 +176,7 @@ WRONG = raising(
     ({"local_window_size": (-1, 0)}, "local_window_size=(-1, 0)"),
     ({"local_window_size": (1, 2, 3)}, "local_window_size=(1, 2, 3)"),
     ({"logits_soft_cap": 0.0}, "logits_soft_cap=0"),
+    ({"logits_soft_cap": 1e-50}, "logits_soft_cap=1e-50: a cap must be > 0, also in float32"),
     ({"dropout_rate": 1.0}, "dropout_rate=1"),
     (
         {"attention_fn": flax_nnx.dot_product_attention, "local_window_size": 3},

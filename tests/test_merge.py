@@ -123,6 +123,10 @@ def test_dtypes_under_strict_promotion(dtype):
         for other in (lse, lse.astype(jnp.float32)):
             merged, total = memeff.merge((out, lse), (out, other))
             assert (merged.dtype, total.dtype) == (out.dtype, jnp.float32)
+        other_out = out.astype("float16" if dtype == "float32" else "float32")
+        words = f'outs of {dtype}, {other_out.dtype}, and .* is "strict": cast them to one dtype'
+        with pytest.raises(TypeError, match=words):
+            memeff.merge((out, lse), (other_out, lse))
     np.testing.assert_array_equal(merged, out)
     np.testing.assert_allclose(total, np.log(2), rtol=1e-6)
 

@@ -348,8 +348,11 @@ def test_arguments():
         replaced(arrays, flip=False, name={1, 2})
     with pytest.raises(TypeError, match="takes a function, got int"):
         memeff.replace_attention(3)
-    with pytest.raises(TypeError, match=r"min_logits must be a number of pairs .*, got None"):
-        find(plain, *qkv(), min_logits=None)
+    for wrong in (None, np.nan):
+        with pytest.raises(
+            TypeError, match=rf"min_logits must be a number of pairs .* got {wrong}"
+        ):
+            find(plain, *qkv(), min_logits=wrong)
 
 
 def test_errors_of_the_function_name_it():

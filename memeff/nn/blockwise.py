@@ -17,7 +17,7 @@ from flax import linen, nnx
 from jax import lax
 
 from memeff import sharding
-from memeff.inputs import check_int, kind_of, refuse_symbolic, to_array
+from memeff.inputs import check_int, kind_of, refuse_symbolic, text_of, to_array
 from memeff.nn.chunk_loops import Loop, make_loop
 
 
@@ -98,7 +98,7 @@ def blockwise(f: Callable[..., Any], x: Any, chunk_size: int, *, axis: int = -2)
     chunk_size = check_int("chunk_size", chunk_size, " (it is fixed while tracing)")
     axis = check_int("axis", axis, " (it is fixed while tracing)")
     if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} counts tokens and must be at least 1.")
+        raise ValueError(f"chunk_size={text_of(chunk_size)} counts tokens and must be at least 1.")
     x = jax.tree.map(functools.partial(to_array, "x"), x)
     axis, T = _find_tokens(x, axis)
     c = min(chunk_size, T)
@@ -166,8 +166,8 @@ def _find_tokens(x: Any, axis: int) -> tuple[int, int]:
     for leaf in leaves:
         if not -leaf.ndim <= axis < leaf.ndim:
             raise ValueError(
-                f"x has an array of shape {leaf.shape}, which has no dim {axis} for the tokens: "
-                "give the dim of the tokens as axis."
+                f"x has an array of shape {leaf.shape}, which has no dim {text_of(axis)} for the "
+                "tokens: give the dim of the tokens as axis."
             )
         dim = axis % leaf.ndim
         places.add((dim, leaf.shape[dim]))

@@ -54,7 +54,7 @@ def check_options(
 ) -> None:
     """Refuse, when the module is made, values that the attention would refuse when it is called."""
     validate.check_window(local_window_size, is_causal)
-    _, cap_array = validate.check_soft_cap(logits_soft_cap, jnp.float64)
+    _, cap_array = validate.check_soft_cap(logits_soft_cap, jnp.result_type(float))
     if cap_array is not None:
         raise TypeError(
             "logits_soft_cap must be a number in a module, got an array: give float(...), or, for "

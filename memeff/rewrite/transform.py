@@ -152,7 +152,8 @@ def find_attention(
 def _check_arguments(name: str, f: Any, min_logits: Any) -> None:
     if not callable(f):
         raise TypeError(f"{name} takes a function, got {kind_of(f)}.")
-    if isinstance(min_logits, bool) or not isinstance(min_logits, numbers.Real):
+    is_number = isinstance(min_logits, numbers.Real) and not isinstance(min_logits, bool)
+    if not is_number or min_logits != min_logits:  # NaN is not equal to itself
         raise TypeError(f"min_logits must be a number of pairs (T x S), got {text_of(min_logits)}.")
 
 

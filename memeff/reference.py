@@ -86,7 +86,9 @@ def _dots(product: Callable[..., Array], query: Array, key: Array) -> Array:
 
     dots = functools.partial(product, "bkgth,bksh->bkgts")
     finite = dots(_zero_nonfinite(query), _zero_nonfinite(key))
-    return finite + jax.lax.stop_gradient(dots(query, key) - finite)
+    raw = dots(query, key)
+    # where a product of finite numbers overflows both are Inf, and Inf - Inf is NaN
+    return finite + jax.lax.stop_gradient(jnp.where(raw == finite, 0, raw - finite))
 
 
 @jax.custom_jvp

@@ -273,6 +273,21 @@ def _expected_nan(what: str, rows: np.ndarray, seen: np.ndarray) -> dict[str, np
     }
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_product_that_overflows_to_minus_infinity_takes_nothing(implementation):
+    """The other keys share the probability, although query and keys are finite."""
+    query = np.full((1, 1, 1, 2), 2e38, f32)
+    key = np.array([-0.5, -1.5, -0.5], f32).reshape(1, 3, 1, 1) * np.ones(2, f32)
+    value = np.array([1, 5, 2], f32).reshape(1, 3, 1, 1)
+
+    def attend(value):
+        return dot_product_attention(query, key, value, scale=0.5, implementation=implementation)
+
+    out, pull = jax.vjp(attend, value)
+    assert out.item() == 1.5
+    np.testing.assert_array_equal(pull(out)[0].ravel(), [0.75, 0, 0.75])
+
+
 def _jvp(f, primals, tangents):
     return jax.jit(lambda x, dx: jax.jvp(f, x, dx))(primals, tangents)
 

@@ -179,7 +179,8 @@ def row_max(problem: Problem, tile: Tile, raw: Array, s: Array) -> Array:
 def weighted_values(problem: Problem, tile: Tile, p: Array, dtype) -> Array:
     """Return p v, B K G t D, after dropout.
 
-    Rows that may attend to a value that is not finite become NaN in its column, and no other entry.
+    Rows that may attend to a value that is not finite become NaN in its column, and in those of the
+    tile's other values that are not finite. No other entry does.
     """
     v = tile.operands.value
     keep = tile.keep

@@ -11,7 +11,14 @@ import pytest
 from conftest import few
 from small_calls import inputs
 
-from memeff import KVCache, block_mask, dot_product_attention, masks, paged_attention
+from memeff import (
+    KVCache,
+    block_mask,
+    dot_product_attention,
+    linear_cross_entropy,
+    masks,
+    paged_attention,
+)
 
 ZEROS = {
     "B": dict(B=0),
@@ -201,6 +208,54 @@ def test_params_of_size_zero(B, T, S):
     ):
         with pytest.raises(TypeError, match=f"{name} must be a function"):
             call()
+
+
+def test_vmap_over_no_calls():
+    """The results have the shapes of the calls and no entries, also in derivatives."""
+
+    def attend(x):
+        return dot_product_attention(x, x, x, is_causal=True)
+
+    def loss(x):
+        return linear_cross_entropy(x[..., 0, :], jnp.ones((2, 4)), jnp.zeros((2, 3), int))
+
+    def gradient(x):
+        return jax.grad(lambda x: attend(x).sum())(x)
+
+    one = jax.ShapeDtypeStruct((2, 3, 1, 2), jnp.float32)
+    for call, sizes in ((attend, (3, 0)), (gradient, (0,)), (gradient, (3, 0)), (loss, (0,))):
+        shape = jax.eval_shape(call, one).shape
+        for _ in sizes:
+            call = jax.vmap(call)
+        x = jax.ShapeDtypeStruct((*sizes, *one.shape), one.dtype)
+        assert jax.eval_shape(call, x).shape == (*sizes, *shape)
+
+
+def test_derivatives_along_no_direction():
+    """A Jacobian with no columns is made, and beside no tangent stands the output."""
+    x = jnp.ones((1, 3, 2, 4))
+    empty = {"query": x[:, :0], "value": x[..., :0], "score_params": jnp.zeros(0)}
+    for name, argument in empty.items():
+
+        def attend(argument, name=name):
+            arguments = dict(query=x, key=x, value=x, score_params=jnp.ones(1)) | {name: argument}
+            return dot_product_attention(**arguments, score_fn=add_sum)
+
+        out = jax.eval_shape(attend, argument)
+        for jacobian in (jax.jacfwd, jax.jacrev):
+            result = jax.eval_shape(jacobian(attend), argument)
+            assert result.shape == (*out.shape, *argument.shape)
+
+    def with_tangent(dx):
+        return jax.jvp(functools.partial(dot_product_attention, key=x, value=x), (x,), (dx,))
+
+    out, tangents = jax.vmap(with_tangent, out_axes=(None, 0))(jnp.zeros((0, *x.shape)))
+    np.testing.assert_allclose(out, x, rtol=1e-6)
+    assert tangents.shape == (0, *x.shape)
+
+
+def add_sum(score, batch, head, q_pos, k_pos, params):
+    return score + params.sum()
 
 
 def test_head_size_zero_is_refused():

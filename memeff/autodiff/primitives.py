@@ -276,12 +276,26 @@ def _batch(axis_data, arrays, axes, *, flat: FlatFunction, **_):
         results, _ = _bind(arrays, flat)
         return results, [None] * len(results)
     arrays, axes = mapped_axis_first(arrays, axes)
+    if axis_data.size != 0:
+        return _batch_calls(axis_data.size, arrays, axes, flat)
+    # No call runs. One call gives the shapes of results, and the results that all calls share.
+    one_call = []
+    for x, axis in zip(arrays, axes, strict=True):
+        padding = [(1, 0), *[(0, 0)] * (x.ndim - 1)]
+        one_call.append(x if axis is None else jnp.pad(x, padding))
+    results, axes = _batch_calls(1, one_call, axes, flat)
+    return [x if axis is None else x[:0] for x, axis in zip(results, axes, strict=True)], axes
+
+
+def _batch_calls(size, arrays, axes, flat: FlatFunction):
+    """Call f under one more vmap of `size` > 0, whose axis is the first dim of mapped arrays."""
     if hasattr(flat.f, "in_batch") and not flat.vmaps:
-        results = flat.f.in_batch(axis_data.size, flat.arguments(axes), *flat.arguments(arrays))
+        in_axes = flat.arguments(axes)
+        results = flat.f.in_batch(size, in_axes, *flat.arguments(arrays))
         if results is not None:
             results = jax.tree.leaves(results)
             return results, [0] * len(results)
-    vmaps = (*flat.vmaps, Vmap(axis_data.size, axes))
+    vmaps = (*flat.vmaps, Vmap(size, axes))
     results, result_structure = _bind(arrays, dataclasses.replace(flat, vmaps=vmaps))
     count = 0  # of results that are the same in all calls: jacfwd relies on it
     if hasattr(flat.f, "two_pass") and none_mapped(axes[: len(arrays) - flat.linear]):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import CASES, SINGLES, split
 from conftest import few
-from jax.experimental import jet
+from jax.experimental import checkify, jet
 from small_calls import assert_bits, assert_same, equations, f32, inputs
 
 import memeff
@@ -342,3 +342,25 @@ def test_jet_is_refused_in_words():
     refusal = "does not support jax.experimental.jet.*Nest jax.jvp"
     with pytest.raises(NotImplementedError, match=refusal):
         jet.jet(attend_to_itself, (x,), ((x,),))
+
+
+def test_checkify_does_not_look_inside():
+    x = jnp.ones((1, 4, 2, 8))
+
+    def divide_by_position(score, batch, head, q_pos, k_pos, params):
+        return score / q_pos
+
+    def check(score, *indices):
+        checkify.check(score < 1, "a large score")
+        return score
+
+    def attend(x, score_fn=None):
+        return dot_product_attention(x, x, x, score_fn=score_fn)
+
+    checked = checkify.checkify(attend, checkify.all_checks)
+    for score_fn in (None, divide_by_position):
+        error, out = checked(x, score_fn)
+        assert error.get() is None
+        np.testing.assert_array_equal(out, attend(x, score_fn))
+    with pytest.raises(ValueError, match="checkify.check which was not functionalized"):
+        checked(x, check)

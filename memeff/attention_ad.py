@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from memeff.autodiff.primitives import call, or_zeros, pick, put_at
 from memeff.chunked.tangent import forward_with_tangent
 from memeff.implementations import Chosen
+from memeff.order import hold
 from memeff.problem import Gradients, Operands, accumulator_dtype
 from memeff.query_positions import nan_without_params
 from memeff.sharding import vary_like, vary_together, varying_axes
@@ -171,7 +172,9 @@ class Tangent:
         if dsinks is not None:
             from_sinks = (p * spread_sinks(dsinks, p))[..., None] * out.astype(p.dtype)
             dout = (dout.astype(p.dtype) - from_sinks).astype(out.dtype)
-        # XLA drops either pass if its result is unused
+        if narrow:  # as in `_backward`; JAX need not transpose this
+            dout, lse = hold(lse, dout)
+        # XLA drops this pass if its result is unused
         _, dlse = self._over_keys((operands, out, lse), tangents, narrow)
         return dout, dlse
 
@@ -287,6 +290,9 @@ def _backward(chosen, operands, out, lse, dout, dlse) -> Gradients:
         gradients = backward(bare, out, total, dout, None)
         # lse is over keys only: a sink far above them must not take their probabilities away
         if dlse is not None:
+            # Otherwise XLA would interleave the two rings of a sharded sequence, and hold the
+            # arrays of both.
+            gradients, (lse, dlse) = hold((lse, dlse), gradients)
             zeros = jnp.zeros_like(out)
             from_lse = backward(bare, zeros, lse, zeros, dlse)
             gradients = jax.tree.map(operator.add, gradients, from_lse)

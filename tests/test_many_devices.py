@@ -499,6 +499,16 @@ def test_memory_of_a_ring_halves_when_devices_double(function):
     assert sizes[1] <= 0.56 * sizes[0], sizes
 
 
+@pytest.mark.slow
+def test_two_rings_of_a_gradient_run_one_after_the_other():
+    """Sinks take no part in lse, so its cotangent has a ring of its own; memory is that of one."""
+    call = make_call("sinks", 3, N=2, tokens=1024, head_dims=(64, 64))
+    ring, _ = lower(call, gradients, 3, "contiguous", "ring", chunk_size=128)
+    memory = ring.compile().memory_analysis().temp_size_in_bytes
+    own_queries = call.arrays["query"].nbytes / 3
+    assert memory <= 22 * own_queries, memory / own_queries  # 14 without sinks, 26 to 29 at once
+
+
 # ---- errors, and the choice in words
 
 WRONG = raising(
@@ -648,6 +658,24 @@ def test_explain():
     # the keys and values of 8,192 tokens, once where the window sees one device before
     ring_of = [text[text.index('"ring": ') :].splitlines()[0] for text in (contiguous, windowed)]
     assert "sends 224 MiB" in ring_of[0] and "sends 32 MiB" in ring_of[1]
+
+
+def test_explain_counts_a_mask_and_a_bias_that_devices_exchange():
+    """In all-to-all a device needs whole columns of them; a ring and all-gather send neither."""
+    x = jax.ShapeDtypeStruct((1, 8192, 32, 128), jnp.bfloat16)
+    explain = functools.partial(memeff.explain, x, x, x, sequence_axis="seq")
+
+    def sent(**arrays) -> list[str]:
+        text = explain(**arrays)
+        return re.findall(r"sends (\S+ \S+) in", text)
+
+    pairs = jax.ShapeDtypeStruct((1, 1, 8192, 8192), bool)
+    of_heads = jax.ShapeDtypeStruct((1, 32, 8192, 1), jnp.float32)
+    of_keys = jax.ShapeDtypeStruct((1, 1, 1, 8192), bool)
+    with jax.set_mesh(mesh_of(8)):
+        assert sent() == sent(mask=of_keys) == ["112 MiB", "112 MiB", "28 MiB"]
+        assert sent(mask=pairs) == ["112 MiB", "112 MiB", "84 MiB"]  # 7 / 8 of 64 MiB more
+        assert sent(bias=of_heads) == ["112 MiB", "112 MiB", "28.1 MiB"]
 
 
 def test_explain_names_the_flag_of_messages(monkeypatch):

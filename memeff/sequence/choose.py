@@ -163,8 +163,28 @@ def estimate(
         case _:
             last = sizes.devices[-1]
             sent = (keys + queries) * (last - 1) // last
+            sent += sum(
+                _bytes_of_pairs(x, sizes) for x in (operands.mask, operands.logit_params.bias)
+            )
     sending = sent / (1e9 * _bandwidth(GATHER_GBPS, sent))
     return Estimate(work, sending, work + sending, sent)
+
+
+def _bytes_of_pairs(x: Any, sizes: Sizes) -> int:
+    """Return the bytes of a mask or a bias that a device receives in an all-to-all.
+
+    It has rows of some tokens for all heads, and needs rows of all tokens for some heads. Rows that
+    all heads share are needed whole on every device.
+    """
+    if x is None or x.shape[2] == 1:
+        return 0
+    entries, heads, _, columns = x.shape
+    last = sizes.devices[-1]
+    rows = sizes.T // (sizes.all_devices // last)  # of the devices that exchange heads for tokens
+    count = min(entries, sizes.B) * rows * columns
+    if heads > 1:
+        count = count * sizes.N // last
+    return count * x.dtype.itemsize * (last - 1) // last
 
 
 def _bandwidth(gbps: tuple[int, ...], message: float) -> float:

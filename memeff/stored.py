@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from memeff.device import current_platform
 from memeff.sharding import may_be_sharded
 from memeff.slicing import slice_letters
 
@@ -60,10 +61,14 @@ class StoredKeys:
 
         A page that the table does not have, or that does not exist, is read as NaN.
         """
+        stored = self.values
+        if stored.dtype == jnp.float8_e4m3fn and current_platform() == "cpu":
+            # XLA reads it in float16. In a loop it would convert all of it before the first step.
+            stored, _ = lax.optimization_barrier((stored, [start for start, _ in cuts.values()]))
         # XLA would turn a gather of sharded arrays into all-gathers. On one GPU it is faster than a
         # slice, which XLA copies.
         if self.table is None and may_be_sharded():
-            values = slice_letters(self.values, "bskh", cuts)
+            values = slice_letters(stored, "bskh", cuts)
             scales = self.scales
             if scales is not None:
                 scales = slice_letters(scales, "bks", cuts).swapaxes(1, 2)
@@ -72,7 +77,7 @@ class StoredKeys:
         whole = {"b": (0, B), "s": (0, S), "k": (0, K)}
         cuts = whole | {letter: cut for letter, cut in cuts.items() if letter in whole}
         places = self._places(cuts["b"], cuts["s"])
-        values = _read(self.values, places, cuts["k"], (0, 1, 2))
+        values = _read(stored, places, cuts["k"], (0, 1, 2))
         scales = self.scales
         if scales is not None:
             scales = _read(scales, places, cuts["k"], (0, 2, 1))

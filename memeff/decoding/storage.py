@@ -345,7 +345,7 @@ def write(x: Array, places: Places, new: Array) -> Array:
     x can also be scales [A, K, P], with new ones [B, T, K]. Slots are written under vmap, so that a
     sharded batch needs no communication.
     XLA writes in place where x is donated or carried through a loop. XLA:CPU before JAX 0.11
-    converts a bfloat16 array to float32 and back for it.
+    converts a bfloat16 array to float32 and back for it, and any XLA:CPU float8 to float16.
     """
     options: Any = dict(mode="drop", unique_indices=True)
     if len(places) == 2:  # pages

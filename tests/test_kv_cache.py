@@ -468,22 +468,18 @@ def test_append_is_in_place_and_attention_copies_nothing_of_the_cache(dtype, loo
     assert_in_place(program, cache)
 
 
-def test_attention_copies_nothing_of_a_float8_cache():
-    """XLA for CPUs reads such numbers in float16, but no more of them than a tile."""
-    cache = jax.eval_shape(lambda: KVCache.zeros(2, 16384, 2, 64, jnp.float8_e4m3fn))
-    pages = jax.ShapeDtypeStruct((600, 64, 2, 64), jnp.float8_e4m3fn)
-    scales = jax.ShapeDtypeStruct((600, 2, 64), f32)
-    table = jax.ShapeDtypeStruct((2, 256), np.int32)
-
-    def attend(cache, pages, scales, table, q):
-        paged = memeff.paged_attention(
-            q, pages, pages, table, cache.lengths, key_scales=scales, value_scales=scales
-        )
-        return cache.attend(q), paged
-
+def test_attention_converts_no_cache_of_8_bits():
+    """XLA:CPU computes float8 in float16, and would convert the whole before a loop over tiles."""
+    dtype = jnp.float8_e4m3fn
     q = jax.ShapeDtypeStruct((2, 1, 8, 64), f32)
-    program = jax.jit(attend).lower(cache, pages, scales, table, q).compile()
-    assert program.memory_analysis().temp_size_in_bytes < cache.key.size
+    plain = jax.eval_shape(lambda: KVCache.zeros(2, 16384, 2, 64, dtype))
+    paged = jax.eval_shape(
+        lambda: memeff.PagedKVCache.zeros(512, 64, 2, 64, dtype, batch=2, pages_per_sequence=256)
+    )
+    attend = jax.jit(lambda caches, q: [cache.attend(q) for cache in caches])
+    program = attend.lower([plain, paged], q).compile()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plain))
+    assert program.memory_analysis().temp_size_in_bytes < size / 4
 
 
 @pytest.mark.parametrize(

@@ -344,8 +344,8 @@ def write(x: Array, places: Places, new: Array) -> Array:
 
     x can also be scales [A, K, P], with new ones [B, T, K]. Slots are written under vmap, so that a
     sharded batch needs no communication.
-    XLA writes in place where x is donated or carried through a loop. XLA:CPU before JAX 0.11
-    converts a bfloat16 array to float32 and back for it, and any XLA:CPU float8 to float16.
+    XLA writes in place where x is donated or carried through a loop. XLA:CPU converts a float8
+    array to float16 and back for it, and before JAX 0.11 a bfloat16 array to float32.
     """
     options: Any = dict(mode="drop", unique_indices=True)
     if len(places) == 2:  # pages

@@ -93,6 +93,58 @@ def test_a_tree_equals_its_paths_decoded_one_by_one(kind):
         np.testing.assert_allclose(out[b], alone[0], atol=2e-6)
 
 
+@pytest.mark.parametrize("hold", [lambda f: f, jax.jit], ids=["known", "jit"])
+def test_each_sequence_has_its_own_number_of_drafts(hold):
+    """Four, none and two, after 5, 1 and 3 tokens; the second shares its page with another."""
+    before, drafts, kept = np.array([5, 1, 3, 1]), np.array([4, 0, 2, 0]), np.array([3, 0, 1, 0])
+    parents = np.array([[-1, 0, 0, 1], [-1] * 4, [-1, -1, 0, 0], [-1] * 4])
+    path = np.array([[0, 1, 3], [0, 0, 0], [1, 9, 9], [0, 0, 0]])
+    q, k, v = tokens(4, 10)
+    k[3], v[3] = k[1], v[1]
+    cache = PagedKVCache.zeros(8, 4, K, H, batch=4, pages_per_sequence=3)
+    table = [[3, 1, 2], [0, -1, -1], [4, 5, -1], [6, -1, -1]]
+    cache = cache.with_sequences(table, [0] * 4).append(k[:, :5], v[:, :5], before)
+    cache = cache.with_sequences([*table[:3], table[1]], before)  # the last one forks the second
+    plain = KVCache.zeros(4, 12, K, H).append(k[:, :5], v[:, :5], before)
+
+    @hold
+    def verify(cache, drafts):
+        cache = cache.append(k[:, 5:9], v[:, 5:9], drafts)
+        tree = masks.tree(masks.ancestors_of(parents), cache.lengths - drafts)
+        out = cache.attend(q[:, 5:9], counts=drafts, mask_fn=tree)
+        return cache.keep_drafts(drafts, path, kept), out
+
+    for kind in (cache, plain) if hold is jax.jit else (cache,):
+        after, out = verify(kind, drafts)
+        assert after.lengths.tolist() == [8, 1, 4, 1] and not after.overflowed.any()
+        next_out = after.attend(q[:, 9:])
+        for b in range(4):
+            for draft in range(drafts[b]):
+                rows = [*range(before[b]), *(5 + np.array(path_to(parents[b], draft)))]
+                alone, _ = oracle.attention(
+                    q[b : b + 1, [5 + draft]], k[b : b + 1, rows], v[b : b + 1, rows]
+                )
+                np.testing.assert_allclose(out[b, draft], alone[0, 0], atol=2e-6)
+            rows = [*range(before[b]), *(5 + path[b, : kept[b]])]
+            alone, _ = oracle.attention(q[b : b + 1, 9:], k[b : b + 1, rows], v[b : b + 1, rows])
+            np.testing.assert_allclose(next_out[b], alone[0], atol=2e-6)
+
+
+def test_drafts_that_a_sequence_lacks_are_refused_in_words():
+    _, k, v = tokens(2, 3)
+    cache = KVCache.zeros(2, 6, K, H).append(k, v, [3, 1])
+    for T, path, counts, pattern in (
+        (2, [0, 0], [1, 0], "T=2 drafts: sequence 1 has 1 tokens.*pass T for each"),
+        ([2, 0], [0, 0], [1, 1], r"draft 0 of sequence 1, which has no drafts \(T=0\)"),
+        ([1, 1], [1, 0], [1, 0], "draft 1 of sequence 0, which has drafts from 0 to 0"),
+        ([1, -1], [0, 0], [0, 0], "T=-1: it must be at least 0"),
+        (-1, [0, 0], [0, 0], "T=-1: it must be at least 0"),
+        ([1, 1, 1], [0, 0], [0, 0], r"T must have shape \(B=2,\); got \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            cache.keep_drafts(T, np.array(path)[:, None], counts)
+
+
 @slow
 def test_32_drafts_use_every_bit():
     q, k, v = tokens(1, 32)

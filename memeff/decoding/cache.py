@@ -310,19 +310,19 @@ class KVCache:
         kept = truncated(self.lengths, lengths)
         return self._without_lost(dataclasses.replace(self, lengths=kept), kept)
 
-    def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> KVCache:
+    def keep_drafts(self, T: ArrayLike, path: ArrayLike, counts: ArrayLike) -> KVCache:
         """Return the cache with some of the T newest tokens, in the order of `path`, and no others.
 
         Args:
-          T: number of drafts, the tokens that were appended last.
+          T: number of drafts, the tokens that were appended last, or one number for each sequence,
+            [B]. It is 0 for a sequence that got none.
           path: [B, n], integers from 0 to T - 1: the drafts to keep, in their new order.
           counts: [B]: how many of the n entries of `path` are valid, or one number for all.
 
         Under jit a sequence that had `overflowed` keeps all its tokens, and still counts as
         overflowed. A sequence counts as overflowed from then on if it has fewer than T tokens, or
         if `path` names a draft outside 0 to T - 1. An unused row, with no tokens and a count of 0,
-        stays empty. For a sequence that got no drafts, keep all T tokens. A ring cannot give up
-        more tokens than in `truncate`.
+        stays empty. A ring cannot give up more tokens than in `truncate`.
 
         Raises: ValueError if shapes or known values disagree, the cache is known to have
           overflowed, or a ring would have to give up too many.
@@ -334,7 +334,7 @@ class KVCache:
           >>> kept.lengths.tolist(), kept.key[0, :3, 0, 0].tolist()
           ([3], [0.0, 1.0, 3.0])
         """
-        return self._without_lost(keep_drafts(self, T, path, counts), self.lengths - T)
+        return self._without_lost(*keep_drafts(self, T, path, counts))
 
     def _without_lost(self, shorter: KVCache, first: Array) -> KVCache:
         """Return a `shorter` cache, in which sequences of a ring have lost what was replaced.

@@ -272,10 +272,10 @@ class PagedKVCache:
         self._check_fields()
         return dataclasses.replace(self, lengths=truncated(self.lengths, lengths))
 
-    def keep_drafts(self, T: int, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:
+    def keep_drafts(self, T: ArrayLike, path: ArrayLike, counts: ArrayLike) -> PagedKVCache:
         """Return the cache with some of the T newest tokens, as `memeff.KVCache.keep_drafts`."""
-        kept = keep_drafts(self, T, path, counts)
-        dataclasses.replace(self, lengths=self.lengths - T)._check_writes(kept.lengths)
+        kept, before = keep_drafts(self, T, path, counts)
+        dataclasses.replace(self, lengths=before)._check_writes(kept.lengths)
         return kept
 
     def _kept_in(self, table: Array, lengths: Array) -> Array:

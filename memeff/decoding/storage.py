@@ -250,58 +250,78 @@ def lacks_positions(options: dict[str, Any], lengths: Array) -> Array:
     return lengths > most
 
 
-def check_drafts(T: Any, path: ArrayLike, counts: ArrayLike, lengths: Array) -> tuple[Array, Array]:
-    """Return which of the T newest tokens to keep, [B, n], and how many of the n are valid, [B].
+def check_drafts(
+    T: ArrayLike, path: ArrayLike, counts: ArrayLike, lengths: Array
+) -> tuple[Array, Array, Array]:
+    """Return the numbers of drafts [B], which of them to keep, [B, n], and how many of n, [B].
 
     Values are checked where they are known.
     """
-    T = check_size("T", T)
     B = lengths.shape[0]
+    is_array = isinstance(T, jax.Array | np.ndarray | list | tuple)
+    T = check_integers("T", T if is_array else check_size("T", T, 0))
+    check_per_sequence("T", T, B)
+    T = jnp.broadcast_to(T, (B,))
     path = check_integers("path", path)
     if path.ndim != 2 or path.shape[0] != B:
         raise ValueError(f"path must have shape [B, n] with B={B}; got {path.shape}.")
-    known = known_values(path)
-    if known is not None and (known.min() < 0 or known.max() >= T):
-        raise ValueError(
-            f"path must name drafts from 0 to {T - 1}, of T={T}; "
-            f"got {known.min()} to {known.max()}."
-        )
     counts = check_counts(
         to_array("counts", counts), B, path.shape[1], most="n={}, the drafts of a row of path"
     )
-    known = known_values(lengths)
-    if known is not None:
-        kept = known_values(counts)
-        is_unused = (known == 0) & (kept is None or kept == 0)
-        missing = np.flatnonzero((known < T) & ~is_unused)
+    known_T = known_values(T)
+    if known_T is not None:
+        _check_known_drafts(known_T, *(known_values(x) for x in (path, counts, lengths)))
+    return to_int32(T, least=0), to_int32(path), counts
+
+
+def _check_known_drafts(T: Any, path: Any, counts: Any, lengths: Any) -> None:
+    """Refuse drafts that do not exist; what is not known is None, and `T` [B] is known."""
+    if T.min() < 0:
+        raise ValueError(f"T={T.min()}: it must be at least 0.")
+    if path is not None and counts is not None:
+        is_kept = np.arange(path.shape[1]) < counts[:, None]
+        wrong = is_kept & ((path < 0) | (path >= T[:, None]))
+        if wrong.any():
+            b, n = np.argwhere(wrong)[0]
+            drafts = f"has drafts from 0 to {T[b] - 1}" if T[b] else "has no drafts"
+            raise ValueError(
+                f"path names draft {path[b, n]} of sequence {b}, which {drafts} (T={T[b]})."
+            )
+    if lengths is not None:
+        is_unused = (lengths == 0) & (counts is None or counts == 0)
+        missing = np.flatnonzero((lengths < T) & ~is_unused)
         if len(missing):
             b = missing[0]
             raise ValueError(
-                f"T={T} drafts: sequence {b} has {known[b]} tokens. Append its drafts first."
+                f"T={T[b]} drafts: sequence {b} has {lengths[b]} tokens. Append its drafts first. "
+                "Where sequences have different numbers of drafts, pass T for each, [B]."
             )
-    return to_int32(path), counts
 
 
-def keep_drafts(cache: Any, T: Any, path: ArrayLike, counts: ArrayLike) -> Any:
-    """Return a cache of either kind with some of its T newest tokens, as `KVCache.keep_drafts`."""
+def keep_drafts(cache: Any, T: ArrayLike, path: ArrayLike, counts: ArrayLike) -> tuple[Any, Array]:
+    """Return a cache with some of its newest tokens, as `KVCache.keep_drafts`.
+
+    `cache` is of either kind. Also return how many tokens each sequence [B] had before its drafts.
+    """
     cache.check()
-    path, counts = check_drafts(T, path, counts, cache.lengths)
+    T, path, counts = check_drafts(T, path, counts, cache.lengths)
+    before = cache.lengths - T
     stays = cache.overflowed  # some of its drafts found no room
-    first = (cache.lengths - T)[:, None]
+    first = before[:, None]
     token = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     kept = token < counts[:, None]
-    is_draft = (first >= 0) & (path >= 0) & (path < T)
-    lost = (first[:, 0] < 0) | (kept & ~is_draft).any(axis=1)
+    is_draft = (first >= 0) & (path >= 0) & (path < T[:, None])
+    lost = (before < 0) | (kept & ~is_draft).any(axis=1)
     old = cache._places(first + path, is_draft)
     new = cache._places(first + token, kept & ~(stays | lost)[:, None])
     arrays = cache._arrays()
     bare, old = jax.tree.map(without_idle_axes, (arrays, old))
     moved = write_all(arrays, new, [None if x is None else read(x, old) for x in bare])
     is_unused = (cache.lengths == 0) & (counts == 0)
-    first = first[:, 0]
-    lengths = jnp.where(lost, LOST + jnp.maximum(first, 0), first + counts)
+    lengths = jnp.where(lost, LOST + jnp.maximum(before, 0), before + counts)
     lengths = jnp.where(is_unused, 0, lengths)
-    return cache._replace_arrays(moved, jnp.where(stays, cache.lengths, lengths))
+    lengths = jnp.where(stays, cache.lengths, lengths)
+    return cache._replace_arrays(moved, lengths), before
 
 
 def write_new(cache: Any, key: Array, value: Array, counts: Array, lengths: Array) -> Any:

@@ -903,6 +903,16 @@ BY_HAND = [
     (CACHE, dict(key_scale=EIGHT_BITS.key_scale), "a cache of float32 does not take key_scale"),
     (EIGHT_BITS, dict(value_scale=None), "a cache of int8 needs value_scale. Make it with `zeros`"),
     (EIGHT_BITS, dict(key_scale=CACHE.key), r"key_scale of the cache must have shape \[2, 2, 6\]"),
+    (
+        EIGHT_BITS,
+        dict(key_scale=EIGHT_BITS.key_scale.astype(jnp.bfloat16)),
+        "key_scale of the cache must be float32; got bfloat16. Cast it",
+    ),
+    (
+        EIGHT_BITS,
+        dict(value=CACHE.value, value_scale=None),
+        "value of the cache must be int8, like key; got float32",
+    ),
     (RING, dict(window=-1), "window=-1: it must be at least 0"),
     (RING, dict(window=3.0), "window must be an int, got float 3.0"),
 ]

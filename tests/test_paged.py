@@ -493,6 +493,10 @@ WRONG += raising(
     TypeError,
     (dict(page_table=TABLE / 1), "page_table must be integers, got float"),
     (dict(query=QUERY.astype(np.float16)), "key_pages is float32 and query is float16"),
+    (
+        dict(key_pages=PAGES.astype(np.int8), key_scales=np.ones((5, 2, 4), np.int32)),
+        "key_scales must be float32; got int32. Cast it",
+    ),
     ({"is_causal": {1}}, "is_causal must be an array or hashable .* got set {1}"),
     ({"chunk_size": {2}}, "chunk_size must be an array or hashable"),
     ({"scale": np.array(None)}, "scale has dtype object, which JAX does not support"),

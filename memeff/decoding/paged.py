@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from memeff.arguments import CachedOptions, bind_arguments
 from memeff.decoding.attend import attend_stored
-from memeff.decoding.storage import EIGHT_BITS
+from memeff.decoding.storage import EIGHT_BITS, check_scales
 from memeff.inputs import check_integers, known_values, refuse_symbolic, to_array, to_int32
 from memeff.shape import CallShape
 from memeff.stored import StoredKeys
@@ -201,6 +201,7 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
                     f"{name}_scales must have shape {(pages, K, page)}, [pages, K, page]; got "
                     f"{factors.shape}."
                 )
+            check_scales(f"{name}_scales", factors)
         both.append(StoredKeys(x, factors, table, query.dtype.name))
     return both[0], both[1]
 

@@ -77,6 +77,12 @@ def check_fields(cache: Any, names: tuple[str, str, str, str], *, paged: bool) -
             raise ValueError(f"a cache of {x.dtype} {need} {name}. Make it with `zeros`.")
         if scale is not None:
             _check_field(name, scale, (A, K, P))
+            check_scales(f"{name} of the cache", scale)
+    if value.dtype != key.dtype:
+        raise TypeError(
+            f"{names[1]} of the cache must be {key.dtype}, like {names[0]}; got {value.dtype}. "
+            "Cast one of them."
+        )
     B = A
     if paged:
         _check_field("page_table", cache.page_table, ("B", "n"), integers=True)
@@ -94,6 +100,12 @@ def _check_field(name: str, x: Any, shape: tuple[Any, ...], integers: bool = Fal
         raise ValueError(f"{name} of the cache must have shape [{text}]; got {x.shape}.")
     if integers and x.dtype.name not in ("int32", "int64"):  # others wrap in sums and at -1
         raise TypeError(f"{name} of the cache must be int32; got {x.dtype}. Cast it.")
+
+
+def check_scales(name: str, scales: Any) -> None:
+    """Refuse scales that are not float32: 8-bit numbers are multiplied in their dtype."""
+    if scales.dtype != jnp.float32:
+        raise TypeError(f"{name} must be float32; got {scales.dtype}. Cast it.")
 
 
 def check_tokens(

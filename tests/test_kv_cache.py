@@ -751,6 +751,7 @@ def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind
         cache = cache.with_sequences([[0, 1], [2, 3]], [0, 0])
     cache = cache.append(k, v, [2, 5])
     keep = jax.jit(lambda cache, path, counts: cache.keep_drafts(3, path, counts))
+    keep_each = jax.jit(lambda cache, T, path, counts: cache.keep_drafts(T, path, counts))
     attend = jax.jit(lambda cache, q: cache.append(k[:, :2], v[:, :2]).attend(q))
     kept = keep(cache, np.array([[2], [2]]), np.array([0, 1]))
     assert kept.overflowed.tolist() == [True, False]
@@ -764,6 +765,8 @@ def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind
         kept = keep(longer, np.array([[path], [0]]), np.array([count, 1]))
         assert kept.overflowed.tolist() == [lost, False]
         assert kept.lengths[1] == 3
+    kept = keep_each(longer, np.array([1, 3]), np.array([[1], [2]]), np.array([1, 1]))
+    assert kept.overflowed.tolist() == [True, False]
 
     out = jax.jit(lambda cache, q: cache.attend(q))(
         cache, q[:, :3]

@@ -295,6 +295,32 @@ def test_samples_share_a_prompt_until_they_write():
     assert_bits(copied[:5], pages[:5])
 
 
+def test_a_window_gives_back_the_pages_behind_it():
+    """Two sequences of 12 tokens, in a pool with room for 5 tokens of each."""
+    rng = np.random.default_rng(6)
+    q, k, v = (rng.standard_normal((2, 12, *x)).astype(f32) for x in ((4, H), (K, H), (K, D)))
+    full, _ = oracle.attention(q, k, v, is_causal=True, local_window_size=(3, 0))
+    allocator = PageAllocator(6, 2)
+    cache = PagedKVCache.zeros(6, 2, K, H, batch=2, pages_per_sequence=3, value_size=D)
+    for b in range(2):
+        allocator.add(b)
+
+    @jax.jit
+    def step(cache, q, k, v):
+        cache = cache.append(k, v)
+        return cache, cache.attend(q, local_window_size=(3, 0))
+
+    for t in range(12):
+        for b in range(2):
+            allocator.extend(b, 1)
+        cache = cache.with_sequences(allocator.table(range(2), 3), allocator.lengths(range(2)) - 1)
+        cache, out = step(cache, *(x[:, t : t + 1] for x in (q, k, v)))
+        np.testing.assert_allclose(out[:, 0], full[:, t], atol=2e-6)
+        for b in range(2):
+            allocator.drop_oldest(b, max(0, allocator.length(b) - 3))
+    assert allocator.lengths(range(2)).tolist() == [4, 4] and allocator.free_pages == 2
+
+
 def test_a_sequence_without_a_page_for_its_token():
     cache = PagedKVCache.zeros(4, 2, K, H, batch=2, pages_per_sequence=3)
     cache = cache.with_sequences([[2, -1, -1], [0, 3, -1]], [0, 0])
@@ -605,7 +631,9 @@ def test_any_history_keeps_each_text_and_counts_each_owner():
         pool = np.zeros((9, page), int)
         for name in range(60):
             names = list(texts)
-            action = rng.choice(["add", "extend", "extend", "fork", "free", "truncate"])
+            action = rng.choice(
+                ["add", "extend", "extend", "fork", "free", "truncate", "drop_oldest"]
+            )
             if action == "add" or not names:
                 allocator.add(name)
                 texts[name] = []
@@ -621,6 +649,10 @@ def test_any_history_keeps_each_text_and_counts_each_owner():
             elif action == "truncate":
                 allocator.truncate(other, size)
                 texts[other] = texts[other][:size]
+            elif action == "drop_oldest":
+                dropped = allocator.drop_oldest(other, size)
+                assert dropped == size - size % page
+                texts[other] = texts[other][dropped:]
             else:
                 before = allocator.table([other], 9).tolist(), allocator.free_pages
                 new = [int(x) for x in rng.integers(1, 1000, rng.integers(1, 6))]
@@ -658,6 +690,8 @@ def test_an_allocator_says_in_words_what_cannot_be_done():
         (lambda: allocator.fork("b", "c"), "there is no sequence 'b': add it first"),
         (lambda: allocator.fork("a", "b", 6), "tokens=6: sequence 'a' has 5"),
         (lambda: allocator.truncate("a", 6), "tokens=6: sequence 'a' has 5"),
+        (lambda: allocator.drop_oldest("a", 6), "tokens=6: sequence 'a' has 5"),
+        (lambda: allocator.drop_oldest("b", 1), "there is no sequence 'b': add it first"),
         (lambda: allocator.table(["a"], 1), "sequence 'a' has 2 pages, and pages_per_sequence=1"),
         (lambda: PageAllocator(0, 4), "pages=0: it must be at least 1"),
         (lambda: allocator.owners(2), "page=2: the pool has pages 0 to 1"),

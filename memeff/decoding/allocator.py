@@ -142,6 +142,33 @@ class PageAllocator:
         self._pages[name] = sequence_pages[:kept]
         self._lengths[name] = tokens
 
+    def drop_oldest(self, name: Hashable, tokens: int) -> int:
+        """Give back the pages of sequence `name` that hold none but its first `tokens` tokens.
+
+        A layer with a window does so with the tokens that no query sees any more. Such layers have
+        an allocator and a pool of their own.
+
+        Returns: the number of tokens that were dropped, a multiple of `page_size`. The sequence
+          then begins with the token after them.
+
+        Raises: ValueError if there is no such sequence, or it is shorter.
+
+        Example:
+          >>> allocator = PageAllocator(pages=4, page_size=16)
+          >>> allocator.add("a")
+          >>> copies = allocator.extend("a", 60)
+          >>> allocator.drop_oldest("a", 60 - 20), allocator.length("a"), allocator.free_pages
+          (32, 28, 2)
+        """
+        self._check_known(name)
+        count = self._check_tokens(name, tokens) // self.page_size
+        sequence_pages = self._pages[name]
+        self._give_back(sequence_pages[:count])
+        self._pages[name] = sequence_pages[count:]
+        dropped = count * self.page_size
+        self._lengths[name] -= dropped
+        return dropped
+
     def free(self, name: Hashable) -> None:
         """Remove sequence `name`, and free the pages that no other sequence owns.
 

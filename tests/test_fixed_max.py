@@ -485,6 +485,18 @@ def test_gpu_form_is_as_the_online_form(feature):
                     np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y), err_msg=what)
 
 
+def test_infinite_values_reach_rows_whose_keys_are_all_dropped():
+    p = Problem(scale=0.2, dropout=dataclasses.replace(DROPS, rate=0.99))
+    q, k, v = draw("ordinary", jnp.float32)
+    operands = Operands(q, k, with_entry(v, (1, 7, 0), np.inf), dropout_key=DROPOUT_KEY)
+    fused, online = (
+        np.asarray(jax.jit(lambda x, s=s: chunked.forward(p, s, x, "gradient")[0])(operands))
+        for s in (ON_GPU, ONLINE)
+    )
+    assert (online == 0).all(-1).any()
+    np.testing.assert_array_equal(np.isnan(fused), np.isnan(online))
+
+
 def test_rows_far_above_their_sample_are_redone():
     """No other rows are, nor those that see no key, or none of the sample."""
     q, k, v = draw("ordinary", jnp.float32)

@@ -753,8 +753,9 @@ def test_under_jit_a_sequence_gives_nan_where_it_lacks_what_it_is_asked_for(kind
     keep = jax.jit(lambda cache, path, counts: cache.keep_drafts(3, path, counts))
     keep_each = jax.jit(lambda cache, T, path, counts: cache.keep_drafts(T, path, counts))
     attend = jax.jit(lambda cache, q: cache.append(k[:, :2], v[:, :2]).attend(q))
-    kept = keep(cache, np.array([[2], [2]]), np.array([0, 1]))
-    assert kept.overflowed.tolist() == [True, False]
+    for count in (1, 0):
+        kept = keep(cache, np.array([[2], [2]]), np.array([count, 1]))
+        assert kept.overflowed.tolist() == [True, False]
     out = attend(kept, q[:, :1])
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
     with pytest.raises(ValueError, match="sequence 0 gave up .*drafts that it did not have"):

@@ -323,7 +323,7 @@ def keep_drafts(cache: Any, T: ArrayLike, path: ArrayLike, counts: ArrayLike) ->
     token = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     kept = token < counts[:, None]
     is_draft = (first >= 0) & (path >= 0) & (path < T[:, None])
-    lost = (before < 0) | (kept & ~is_draft).any(axis=1)
+    lost = (kept & ~is_draft).any(axis=1)
     old = cache._places(first + path, is_draft)
     new = cache._places(first + token, kept & ~(stays | lost)[:, None])
     arrays = cache._arrays()

@@ -172,7 +172,7 @@ class Tangent:
         if dsinks is not None:
             from_sinks = (p * spread_sinks(dsinks, p))[..., None] * out.astype(p.dtype)
             dout = (dout.astype(p.dtype) - from_sinks).astype(out.dtype)
-        if narrow:  # as in `_backward`; JAX need not transpose this
+        if narrow:  # JAX need not transpose this; the two passes run in turn, as in `_backward`
             dout, lse = hold(lse, dout)
         # XLA drops this pass if its result is unused
         _, dlse = self._over_keys((operands, out, lse), tangents, narrow)

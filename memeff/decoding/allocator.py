@@ -143,7 +143,7 @@ class PageAllocator:
         self._lengths[name] = tokens
 
     def drop_oldest(self, name: Hashable, tokens: int) -> int:
-        """Give back the pages of sequence `name` that hold none but its first `tokens` tokens.
+        """Give back the pages of sequence `name` that hold only some of its first `tokens` tokens.
 
         A layer with a window does so with the tokens that no query sees any more. Such layers have
         an allocator and a pool of their own.

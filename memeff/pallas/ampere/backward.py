@@ -162,7 +162,7 @@ def _run(
 ) -> tuple[Array, ...]:
     """Run the kernel for dk and dv (`of_keys`), which may add dq to `sums`, or that for dq.
 
-    With `if_bad` it does nothing if those results are good.
+    With `if_bad` it writes over the results in it, or does nothing if these are good.
     """
     problem, lengths, arrays, scalars, tiling = call
     query, key, value, *_ = arrays

@@ -388,7 +388,7 @@ def _split_gradient(
     """Return padded dq, delta and [dk, dv] of two kernels, of which that of the keys may run first.
 
     dk and dv may be one array, `joined`. Sums over keys of cotangents of numbers follow. With three
-    tilings, each gradient has a kernel. `if_bad` is of dq, and of dk and dv.
+    tilings, each gradient has a kernel. `if_bad` has one for dq and one for dk and dv.
     """
     query, key, value, out, dout, lse, dlse = inputs
     query_tiling, *key_tilings = tilings

@@ -298,7 +298,8 @@ def tangent_is_kernel(problem: Problem, operands: Operands) -> bool:
 # slower and 23 % faster, with fewer mostly slower. Calls with fewer logits were not measured.
 FUSED_KEYS = 4096  # keys that a query sees on average
 FUSED_LOGITS = 2**26  # visible logits of all heads
-# thread blocks of a call in causal order with heads of 128; half of them were 0 to 7 % slower
+# thread blocks of a call in causal order with heads of 128; calls with half of them were 0 to 7 %
+# slower in one kernel
 FUSED_BLOCKS = 512
 FUSED_BLOCK_KEYS = 128  # keys that a thread block owns
 

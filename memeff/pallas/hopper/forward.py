@@ -2,8 +2,9 @@
 
 Each consumer warpgroup owns 64 queries i of a tile, and visits the tiles of keys j that the tile's
 queries see (Dao 2023, algorithm 1). Logits are in base 2, that is multiplied by log2 e.
-  Tiles with masks come first, and one without where these may leave a row without a logit; with a
-  bias, as many as it takes until each row has one. They move a running maximum m:
+  Tiles with masks come first, in float16 also the first tile; and one without where these may leave
+  a row without a logit; with a bias, as many as it takes until each row has one. They move a
+  running maximum m:
   (1) raw = q_i k_j'                     (3) m' = max(m, rowmax s);  a = 2^(m - m')
   (2) s   = logits_from_dots(raw)        (4) l = a l + rowsum 2^(s - m');  o = a o + 2^(s - m') v_j
   The other tiles keep m, because softmax does not depend on what is subtracted from its logits.
@@ -12,9 +13,9 @@ queries see (Dao 2023, algorithm 1). Logits are in base 2, that is multiplied by
   At the end out = o / l, lse = (m + log2 l) / log2 e; with a sink, out = o / (l + 2^(sink - m)).
 A row fails if its l exceeds 2^100 in (5), because a later logit exceeds m by as many bits, if its o
 is not finite, or if its m is -inf before (5). Its tile is then done again at the end of the thread
-block, with NaN and Inf removed where nobody sees them: once more as before if an o is not finite,
-and by (1) to (4) alone if a row fails again or its m was too small. Rows that did not fail keep
-their results.
+block: if an o is not finite, as before, with NaN and Inf removed where nobody sees them; and by (1)
+to (4) alone if a row fails again or its m was too small, for the latter without removing any unless
+an o is then not finite. Rows that did not fail keep their results.
 A row that passes has lost nothing. Its m is one of its logits, so l >= 1, and each p is at least
 the softmax probability. Rounded to 16 bits, p loses what is below 2^-126 (in float16, 2^-24), as in
 plain attention: of a row at most S 2^-126. Numbers above the range of float32 or float16 (p > 2^16,
@@ -65,7 +66,7 @@ from memeff.pallas.hopper.scheduler import (
     times_unknown,
 )
 from memeff.pallas.hopper.score_tile import copy_token_vectors
-from memeff.pallas.hopper.tile_ranges import tiles_visited, with_lists
+from memeff.pallas.hopper.tile_ranges import TileRange, tiles_visited, with_lists
 from memeff.problem import Problem
 
 
@@ -118,10 +119,19 @@ def attend(
             )
             return kernel.run_item(work, state)
 
+        find = functools.partial(
+            find_query_work, problem, sizes, scalar_refs, tiling.rows, tiling.keys, order
+        )
+
+        def find_work(index):
+            work = find(index)
+            if query.dtype == jnp.float16 and isinstance(work.visits, TileRange):
+                # In many models all queries see a key there whose logits are far above the others.
+                work = work._replace(visits=work.visits.with_first_masked())
+            return work
+
         return Roles(
-            functools.partial(
-                find_query_work, problem, sizes, scalar_refs, tiling.rows, tiling.keys, order
-            ),
+            find_work,
             consume,
             functools.partial(_copy_operands, tiling, array_refs, scratch),
             rings=(
@@ -141,7 +151,7 @@ def attend(
         blocks=blocks,
         consumers=tiling.warpgroups,
         sums_over_rows=True,
-        third_round=True,
+        rounds=4,
     )
     return outputs[:out_parts], outputs[-1] if want_lse else None
 

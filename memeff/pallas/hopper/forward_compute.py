@@ -156,9 +156,9 @@ class ForwardKernel(NamedTuple):
         return top, l, total
 
     def _keep_passed_rows(self, state: WorkState, q: Ref, stored: tuple[Ref | None, Ref], lse, o):
-        """In round 3, return the stored lse and out of rows that had not failed.
+        """From round 3 on, return the stored lse and out of rows that had not failed.
 
-        Out of those that had is NaN (see `KeyTileLoop.run`). Other rounds return lse and o.
+        Out of those that had is NaN (see `KeyTileLoop.run`). Round 2 returns lse and o.
         """
         stored_lse, stored_out = stored
         ready = self.scratch.old_out_ready.at[self.warpgroup]
@@ -177,7 +177,7 @@ class ForwardKernel(NamedTuple):
             old_lse = plgpu.load(self._row_vector, layout=ROW)
             return jnp.where(had_failed > 0, lse, old_lse), new_o
 
-        return lax.cond(state.third_round, keep, lambda: (lse, o))
+        return lax.cond(state.round > 2, keep, lambda: (lse, o))
 
 
 class KeyTileLoop(NamedTuple):
@@ -225,7 +225,7 @@ class KeyTileLoop(NamedTuple):
     def run(self):
         """Return m, l, o = out, and for each row how it failed, or 0.
 
-        Out of rows that failed is NaN, but not in round 3, which is their last.
+        Out of rows that failed is NaN, but not in round 4, which is their last.
         """
         visits = self.work.visits
         masked = visits.masked
@@ -240,7 +240,7 @@ class KeyTileLoop(NamedTuple):
         if self.state.first_round:
             first_fixed, m, l, o = self._first_round(first_fixed, m, l, o)
         else:  # the same numbers in the same order, or all with a running maximum
-            first_fixed = jnp.where(self.state.third_round, visits.total, first_fixed)
+            first_fixed = jnp.where(self.state.round > 2, visits.total, first_fixed)
             m, l, o = self._next_round(first_fixed, m, l, o)
         failed = jnp.where(jnp.abs(o) < jnp.inf, 0.0, VALUES_FAILED).max(axis=1)
         if self.kernel.scratch.v_s.dtype == jnp.float16:  # in which p is infinite above 2^16
@@ -255,7 +255,7 @@ class KeyTileLoop(NamedTuple):
             weight = weight * (1 / (1 - self.kernel.problem.dropout.rate))
         lost = failed
         if not self.state.first_round:
-            lost = failed * jnp.where(self.state.third_round, 0.0, 1.0)
+            lost = failed * jnp.where(self.state.round == 4, 0.0, 1.0)
         weight = jnp.where(lost > 0, jnp.nan, weight)
         out = o * broadcast_vector(weight, o.shape)
         return m, l, out, failed
@@ -323,7 +323,7 @@ class KeyTileLoop(NamedTuple):
         return (n < first_fixed) | lacks_logit
 
     def _next_round(self, first_fixed, m, l, o):
-        """Visit all tiles once more, with values cleaned of NaN and Inf that no row sees."""
+        """Visit all tiles once more, but for round 3 with values cleaned of NaN and Inf."""
         total = self.work.visits.total
 
         def step(n, carry):
@@ -425,7 +425,7 @@ class KeyTileLoop(NamedTuple):
         s = tile.logits(raw, tile.mask())  # (2)
         headroom = None
         if not self.state.first_round and dtype == jnp.bfloat16:
-            headroom = jnp.where(self.state.third_round, HEADROOM, 0.0)
+            headroom = jnp.where(self.state.round > 2, HEADROOM, 0.0)
         p, m, l, a = add_tile(s, m, l, headroom)  # (3), (4)
         o = o * broadcast_vector(a, o.shape)
         return self._rounded(self._drop(tile, p)), m, l, o
@@ -448,7 +448,8 @@ class KeyTileLoop(NamedTuple):
             p, m, l, o = lax.cond(is_online, move_max, keep_max, m, l, o)
         else:
             p, m, l, o = move_max(m, l, o)
-        o = self._clean_values(o, n)
+        clean = functools.partial(self._clean_values, n=n)
+        o = lax.cond(self.state.round == 3, lambda o: o, clean, o)
         return m, l, self._add_values(o, p, n)
 
     def _probabilities(self, tile: ScoreTile, raw, fixed_max, l):

@@ -4,9 +4,11 @@ A work item is a tile of queries, or of keys, together with all tiles that it vi
 block the consumer warpgroups compute, and one more warpgroup, the producer, copies operands into
 shared memory:
   round 1: every item once
-  round 2: once more the items of which a row failed, one by one
-  round 3, if the kernel has it: an item of which a row failed again, right after its round 2; or at
-           once, without round 2, where that cannot mend what failed
+Then the items of which a row failed are done again, one by one:
+  round 2: as in round 1, with values cleaned of NaN and Inf
+Two more rounds if the kernel has them:
+  round 3: instead of round 2 where that cannot mend what failed, without cleaning
+  round 4: if a row failed again, in another way than in rounds 1 and 2, and with clean values
 """
 
 import functools
@@ -33,7 +35,7 @@ from memeff.problem import Problem
 
 ROWS = 64  # of an item, for each consumer warpgroup
 BITS = 12  # items n, n + BITS, ... share two bits; so few that a float32 holds all bits
-# How an item failed: 0 if it did not, 1 if round 3 alone may mend it, or else this.
+# How an item failed: 0 if it did not, 1 if round 2 cannot mend it, or else this.
 NEEDS_ROUND_2 = 1 + 2**BITS
 
 
@@ -46,7 +48,7 @@ class WorkState(NamedTuple):
     """The round that an item is in, and what the thread block has done before it."""
 
     first_round: bool
-    third_round: Any  # in which the forward takes a running maximum for all keys
+    round: Any  # 1, or a scalar of the rounds from 2 on
     items_done: Any  # items done before, in all rounds
     tiles_visited: Any  # tiles that these items visited
 
@@ -122,7 +124,7 @@ def run_persistent_kernel(
     blocks: int,
     consumers: int,
     sums_over_rows: bool = False,
-    third_round: bool = False,
+    rounds: int = 2,
     if_bad: IfBad | None = None,
 ) -> tuple[Array, ...]:
     """Run a persistent kernel over `operands`, a pytree of arrays, and return its results.
@@ -152,12 +154,12 @@ def run_persistent_kernel(
         def _consumer():
             take_registers(consumers, computes=True)
             do = functools.partial(parts.consume, warpgroup)
-            run_with_retries(loop(do), True, *meeting, third_round=third_round)
+            run_with_retries(loop(do), True, *meeting, rounds=rounds)
 
         @pl.when(warpgroup == consumers)
         def _producer():
             take_registers(consumers, computes=False)
-            run_with_retries(loop(parts.produce), False, *meeting, parts.rings, third_round)
+            run_with_retries(loop(parts.produce), False, *meeting, parts.rings, rounds)
 
     kernel = warp_specialized_kernel(
         body,
@@ -181,7 +183,7 @@ def run_with_retries(
     failed_s: Ref,
     all_done: Barrier,
     rings: Sequence = (),
-    third_round: bool = False,
+    rounds: int = 2,
 ) -> None:
     """Do all items of a thread block, and those with a failed row once or twice more.
 
@@ -196,7 +198,7 @@ def run_with_retries(
 
     def do_item(n, state):
         done, visits, failures = state
-        more, failed = items(n, WorkState(True, False, done, visits))
+        more, failed = items(n, WorkState(True, 1, done, visits))
         return done + 1, visits + more, failures | failed * bit(n)
 
     def of_all_consumers(flags):
@@ -223,22 +225,20 @@ def run_with_retries(
         return lax.while_loop(has_passed, lambda n: n + 1, n)
 
     def first_redo(n):
-        """Return the first failed item from n on, and whether its next round is the third."""
+        """Return the first failed item from n on, and its next round."""
         n = next_failed(n)
         needs_round_2 = failures & lax.shift_left(bit(n), jnp.int32(BITS)) != 0
-        return n, ~needs_round_2 if third_round else jnp.bool_(False)
+        return n, jnp.where(needs_round_2 | (rounds == 2), 2, 3)
 
     def redo_item(state):
-        n, third, done, visits = state
-        more, failed = items(n, WorkState(False, third, done, visits))
+        n, round, done, visits = state
+        more, failed = items(n, WorkState(False, round, done, visits))
         failed = of_all_consumers(failed)
-        once_more = ~third & (failed > 0) if third_round else jnp.bool_(False)
-        n, third = lax.cond(once_more, lambda: (n, once_more), lambda: first_redo(n + 1))
-        return n, third, done + 1, visits + more
+        once_more = (round < rounds) & (failed > 0)
+        n, round = lax.cond(once_more, lambda: (n, jnp.int32(4)), lambda: first_redo(n + 1))
+        return n, round, done + 1, visits + more
 
-    start = lax.cond(
-        failures > 0, lambda: first_redo(jnp.int32(0)), lambda: (count, jnp.bool_(False))
-    )
+    start = lax.cond(failures > 0, lambda: first_redo(jnp.int32(0)), lambda: (count, jnp.int32(2)))
     _, _, done, visits = lax.while_loop(
         lambda state: state[0] < count, redo_item, (*start, done, visits)
     )

@@ -60,12 +60,15 @@ class TileRange(NamedTuple):
         near = jnp.clip(tile, whole_first, whole_last)
         return self._replace(near=near, right_covers_rows=jnp.bool_(False))
 
+    def with_first_masked(self) -> "TileRange":
+        """Mark the first tile as masked, so that it is visited before those without a mask."""
+        whole = self.total - self.masked_right
+        return self._replace(masked_left=jnp.maximum(self.masked_left, jnp.minimum(whole, 1)))
+
     def count_hidden(self, part: "TileRange") -> Array:
         """Return how many of the first visits lie outside `part`, the range of some of the rows."""
-        outside = jnp.where(
-            part.end <= part.first, self.masked, jnp.clip(self.end - part.end, 0, self.masked)
-        )
-        return jnp.where(self.masked_left > 0, 0, outside)
+        outside = jnp.clip(self.end - part.end, 0, self.masked_right)
+        return jnp.where(part.end <= part.first, self.masked, outside)
 
     @property
     def total(self) -> Array:

@@ -3,7 +3,6 @@
 Each program is replaced, or left with a reason. None is missing from the report.
 """
 
-import functools
 import re
 
 import jax
@@ -14,13 +13,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from replaced_checks import find, replace
 from small_calls import assert_close
 
 import memeff
 from memeff.rewrite.scope import IN_DERIVATIVE
 
-find = functools.partial(memeff.find_attention, min_logits=0)
-replace = functools.partial(memeff.replace_attention, min_logits=0)
 T, S, H, D = 7, 6, 4, 3
 UNKNOWN = "a softmax meets what is not understood"
 NO_PRODUCT = "the logits are not made of a product"

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,17 +44,25 @@ class Test:
     results: tuple[Any, ...]
 
 
-def sees_no_key(
-    rows: Element, logits: Element, keys: tuple[Letter, ...]
-) -> tuple[bool, bool] | None:
-    """Return what a condition of rows gives if all logits are -inf, and if one of them is NaN.
+class RowTest(NamedTuple):
+    """The results of a condition of rows that is true for rows that see no key, or false for them.
 
-    Return None if that is not its only question: it must be the opposite for all other rows.
+    It is the opposite for all other rows, except perhaps for rows with NaN.
+    """
+
+    if_hidden: bool  # in rows that see no key
+    if_nan: bool
+
+
+def read_test_of_logits(rows: Element, logits: Element, keys: tuple[Letter, ...]) -> RowTest | None:
+    """Return the results of a condition that tests whether all logits of a row are -inf.
+
+    Return None for other conditions. Examples: isneginf(max(s)), not any(s > -inf).
     """
     value, index = chain(*rows)[-1]
     if value.op == "not":
-        inner = sees_no_key(operands_of(value, index)[0], logits, keys)
-        return None if inner is None else (not inner[0], not inner[1])
+        inner = read_test_of_logits(operands_of(value, index)[0], logits, keys)
+        return None if inner is None else RowTest(not inner.if_hidden, not inner.if_nan)
     if value.op in ("reduce_or", "reduce_and"):
         test = _test_of(_over_keys((value, index), keys), HIDDEN_VISIBLE_NAN, math.inf)
         if test is None or not is_same(test.tested, logits):
@@ -62,24 +70,24 @@ def sees_no_key(
         hidden, visible, nan = test.results
         if hidden == visible or visible != nan or hidden != (value.op == "reduce_and"):
             return None  # NaN is visible, because only some logits of a row may be NaN
-        return hidden, visible
+        return RowTest(hidden, visible)
     test = _test_of((value, index), HIDDEN_VISIBLE_NAN, math.inf)
     if test is None or not is_maximum(test.tested, logits, keys):
         return None
     hidden, visible, nan = test.results
-    return None if hidden == visible else (hidden, nan)
+    return None if hidden == visible else RowTest(hidden, nan)
 
 
-def sum_is_zero(rows: Element, total: Element) -> tuple[bool, bool] | None:
-    """Return what a condition of rows gives if a sum is 0, and if it is NaN.
+def read_test_of_sum(rows: Element, total: Element) -> RowTest | None:
+    """Return the results of a condition that tests whether a sum of exponentials is 0.
 
-    Return None if it is no such condition, and the opposite for a sum above 0.
+    Return None for other conditions.
     """
     test = _test_of(rows, ZERO_MORE_NAN, 0.0)
     if test is None or not is_same(test.tested, total):
         return None
     zero, more, nan = test.results
-    return None if zero == more else (zero, nan)
+    return None if zero == more else RowTest(zero, nan)
 
 
 def guarded_sum(total: Element) -> Element | None:

@@ -1,6 +1,14 @@
-"""Recognise a softmax over the keys, and what stands between it and the second product.
+"""Recognise a softmax over the keys, and the operations between it and the second product.
 
-See step (2) in recognise.py.
+This is step (2) of recognise.py. From the operand of the second product inward:
+
+  (a) Take off factors, zeros and selections, until the rest is (b), (c) or (d), where
+      e = b ** (s - shift), and the shift is the same for all keys.
+  (b) e / total or e * (1 / total), where total is the sum of e over the keys.
+  (c) exp(s - lse), where lse is the logarithm of such a sum.
+  (d) e alone, if the result of the second product is divided by the sum.
+
+The sum may also have the exponential of a sink: see sinks.py.
 """
 
 from __future__ import annotations
@@ -8,6 +16,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 from memeff.rewrite.axes import (
     ELEMENTWISE,
@@ -32,10 +41,11 @@ from memeff.rewrite.axes import (
 from memeff.rewrite.graph import Graph, Value
 from memeff.rewrite.no_key import (
     MOST_EQUATIONS,
+    RowTest,
     guarded_sum,
-    sees_no_key,
+    read_test_of_logits,
+    read_test_of_sum,
     subtracts_maximum,
-    sum_is_zero,
 )
 from memeff.rewrite.sinks import Column, find_column, sink_of, split_column
 from memeff.rewrite.softmax_sums import (
@@ -81,7 +91,8 @@ class Softmax:
 class Outside:
     """The operations between the softmax and the second product."""
 
-    # of rows, the outermost first: "mul" or "div", or the rows to "keep" or to "drop"
+    # From the outermost inward: ("mul" or "div", a factor of each row), or a condition of rows with
+    # "keep" (rows for which it is false are set to 0) or "drop" (rows for which it is true are).
     factors: tuple[tuple[str, Element], ...] = ()
     shown: tuple[Formula, ...] = ()  # other probabilities are set to 0
     number: float = 1.0  # by which probabilities are multiplied
@@ -133,100 +144,122 @@ def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softma
 
 
 def _with_empty_rows(softmax: Softmax, keys: tuple[Letter, ...]) -> Outside:
-    """Return what follows a softmax, without selections of rows that test the logits.
+    """Return what follows a softmax, with `empty_is_zero` in the place of selections that say it.
 
-    Factors within such a selection must be known, because 0 times NaN or infinity is NaN.
+    Such a selection tests the logits, as in where(isneginf(max(s)), 0, p). The factors within it
+    must be known numbers, because 0 times NaN or infinity is NaN.
     """
     outside = softmax.outside
     factors = []
     for operation, element in reversed(outside.factors):  # the innermost first
-        of_empty = None
+        test = None
         if operation in ("keep", "drop"):
-            of_empty = _if_empty(element, softmax, keys)
-        if of_empty is not None and all(known_number(x[0]) is not None for _, x in factors):
-            hidden, nan = (x == (operation == "drop") for x in of_empty)
-            if hidden:
-                outside = dataclasses.replace(
-                    outside, empty_is_zero=True, nan_is_zero=outside.nan_is_zero or nan
-                )
+            test = _test_of_rows(element, softmax, keys)
+        if test is not None and all(known_number(x[0]) is not None for _, x in factors):
+            sets_zero = operation == "drop"  # the result of the test in rows that become 0
+            if test.if_hidden == sets_zero:
+                nan_is_zero = outside.nan_is_zero or test.if_nan == sets_zero
+                outside = dataclasses.replace(outside, empty_is_zero=True, nan_is_zero=nan_is_zero)
                 continue
         factors.insert(0, (operation, element))
     return dataclasses.replace(outside, factors=tuple(factors))
 
 
-def _if_empty(
-    rows: Element, softmax: Softmax, keys: tuple[Letter, ...]
-) -> tuple[bool, bool] | None:
-    """Return what a condition of rows gives if all logits are -inf, and if one of them is NaN.
+def _test_of_rows(rows: Element, softmax: Softmax, keys: tuple[Letter, ...]) -> RowTest | None:
+    """Return what a condition of rows is if all logits are -inf, and if one of them is NaN.
 
     Return None if it is not the opposite for all other rows.
     """
-    of_empty = sees_no_key(rows, softmax.logits, keys)
-    if of_empty is not None or softmax.fraction is None or softmax.shown_in_sum:
-        return of_empty
-    of_sum = sum_is_zero(rows, softmax.fraction[1])
-    if of_sum is None:
-        return None
-    of_zero, of_nan = of_sum
-    return of_zero if _subtracts_finite_maximum(softmax, keys) else of_nan, of_nan
+    test = read_test_of_logits(rows, softmax.logits, keys)
+    if test is not None or softmax.fraction is None or softmax.shown_in_sum:
+        return test
+    test = read_test_of_sum(rows, softmax.fraction[1])
+    if test is None or _subtracts_finite_maximum(softmax, keys):
+        return test
+    return RowTest(test.if_nan, test.if_nan)  # -inf - -inf is NaN, so the sum is NaN and not 0
 
 
 def _find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
-    """Return the softmax over `keys` with all selections of rows."""
+    """Return the softmax over `keys` with all selections of rows: (a)."""
     outside = Outside()
     for _ in range(MOST_STEPS):
-        value, index = chain(value, index)[-1]
-        if exponent((value, index)) is not None:
-            return _of_exponential((value, index), keys, outside)
-        if value.op == "div":
-            numerator, denominator = operands_of(value, index)
-            if depends(denominator, keys):
-                if exponent(chain(*numerator)[-1]) is not None:
-                    raise NoMatch(
-                        "exponentials are divided by something that depends on the keys, as where "
-                        "the product sums over another axis than the softmax"
-                    )
-                raise NoAttention("a quotient")
-            softmax = _of_quotient(numerator, denominator, keys, outside)
-            if softmax is not None:
-                return softmax
-            outside = outside.times("div", denominator)
-            value, index = numerator
-        elif value.op == "mul" or is_outer_product(value):
-            first, second = factors_of(value, index)
-            if depends(first, keys):
-                first, second = second, first
-            total = reciprocal(first)
-            softmax = None
-            if total is not None:
-                softmax = _of_quotient(second, total, keys, outside)
-            if softmax is not None:
-                return softmax
-            if not depends(first, keys):
-                outside = outside.times("mul", first)
-                value, index = second
-                continue
-            (value, index), formula, number = zeroed_product(first, second)
-            outside = outside.multiplying(formula, number)
-        elif value.op == "select_n":
-            inner = unguarded(value, index)
-            if inner is not None:
-                (value, index), is_nan = inner
-                outside = dataclasses.replace(
-                    outside, nan_is_zero=outside.nan_is_zero or is_nan, is_guarded=True
-                )
-                continue
-            selection = selected_rows(value, index, keys)
-            if selection is not None:
-                (value, index), operation, rows = selection
-                outside = outside.selecting_rows(operation, rows)
-                continue
-            (value, index), formula, _ = zeroed(value, index)
-            outside = outside.selecting(formula)
-        else:
-            break
+        element = chain(value, index)[-1]
+        softmax = _softmax_of(element, keys, outside)
+        if softmax is not None:
+            return softmax
+        (value, index), outside = _without_operation(element, keys, outside)
+    raise _stop(value)
+
+
+def _softmax_of(element: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax | None:
+    """Return the softmax that an element is, without an operation that follows: (b), (c) or (d)."""
+    if exponent(element) is not None:
+        return _of_exponential(element, keys, outside)
+    value, index = element
+    if value.op == "div":
+        numerator, denominator = operands_of(value, index)
+        if not depends(denominator, keys):
+            return _of_quotient(numerator, denominator, keys, outside)
+        if exponent(chain(*numerator)[-1]) is None:
+            raise NoAttention("a quotient")
+        raise NoMatch(
+            "exponentials are divided by something that depends on the keys, as where "
+            "the product sums over another axis than the softmax"
+        )
+    if _is_product(value):
+        factor, rest = _factor_and_rest(element, keys)
+        total = reciprocal(factor)
+        return None if total is None else _of_quotient(rest, total, keys, outside)
+    return None
+
+
+def _without_operation(
+    element: Element, keys: tuple[Letter, ...], outside: Outside
+) -> tuple[Element, Outside]:
+    """Take the last operation off an element. Return what it was applied to, and `outside` with it.
+
+    It is a factor of rows, a factor that is 0 or one number, or a selection.
+    """
+    value, index = element
+    if value.op == "div":
+        numerator, denominator = operands_of(value, index)
+        return numerator, outside.times("div", denominator)
+    if _is_product(value):
+        factor, rest = _factor_and_rest(element, keys)
+        if not depends(factor, keys):
+            return rest, outside.times("mul", factor)
+        inner, formula, number = zeroed_product(factor, rest)
+        return inner, outside.multiplying(formula, number)
+    if value.op != "select_n":
+        raise _stop(value)
+    guarded = unguarded(value, index)
+    if guarded is not None:
+        inner, is_nan = guarded
+        nan_is_zero = outside.nan_is_zero or is_nan
+        return inner, dataclasses.replace(outside, nan_is_zero=nan_is_zero, is_guarded=True)
+    selection = selected_rows(value, index, keys)
+    if selection is not None:
+        inner, operation, rows = selection
+        return inner, outside.selecting_rows(operation, rows)
+    inner, formula, _ = zeroed(value, index)
+    return inner, outside.selecting(formula)
+
+
+def _is_product(value: Value) -> bool:
+    """Return True for a product of two arrays that sums nothing."""
+    return value.op == "mul" or is_outer_product(value)
+
+
+def _factor_and_rest(product: Element, keys: tuple[Letter, ...]) -> tuple[Element, Element]:
+    """Return the factors of a product, first the one that does not depend on the keys, if any."""
+    first, second = factors_of(*product)
+    return (second, first) if depends(first, keys) else (first, second)
+
+
+def _stop(value: Value) -> NoAttention:
+    """Return the reason why a search ends at a value."""
     stop = f"`{value.op}`" if value.op else "an input"
-    raise NoAttention(f"the search stops at {stop}")
+    return NoAttention(f"the search stops at {stop}")
 
 
 def _of_quotient(
@@ -285,7 +318,7 @@ def _subtracts_finite_maximum(softmax: Softmax, keys: tuple[Letter, ...]) -> boo
         assert exponential is not None
         _, shifts = _shifts(exponential[0], keys)
         if len(shifts) == 1:
-            is_finite = subtracts_maximum(shifts[0][0], softmax.logits, keys)
+            is_finite = subtracts_maximum(shifts[0].element, softmax.logits, keys)
     if is_finite is None:
         raise NoMatch(GUARDED_SUM)
     return is_finite
@@ -323,7 +356,7 @@ def _with_added_sink(
         softmax = _of_terms(terms, keys, outside)
         if chain(*softmax.logits)[-1] != logits or softmax.base != base or len(shifts) > 1:
             return None
-        sink = sink_of(extra, base, shifts[0][0] if shifts else None)
+        sink = sink_of(extra, base, shifts[0].element if shifts else None)
         return None if sink is None else dataclasses.replace(softmax, sink=sink)
     return None
 
@@ -338,7 +371,7 @@ def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Sof
 
 
 def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
-    """Return the softmax of exponentials that no sum divides before the second product."""
+    """Return the softmax of exponentials that no sum divides before the product: (c) or (d)."""
     column = find_column(terms[1], keys)
     if column is not None:
         whole = terms[0], column.index
@@ -347,55 +380,64 @@ def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) 
     assert exponential is not None
     power, base = exponential
     logits, shifts = _shifts(power, keys)
-    logs = [x for x, _ in shifts if chain(*x)[-1][0].op == "log"]
+    logs = [shift for shift in shifts if chain(*shift.element)[-1][0].op == "log"]
     if not logs:
-        if outside.nan_is_zero:
-            raise NoMatch("NaN becomes 0 in the exponentials, but not in their sum")
-        if any(operation in ("keep", "drop") for operation, _ in outside.factors):
-            raise NoMatch("whole rows of the exponentials are set to 0 by a selection")
-        # The division follows the selections, and makes NaN of 0 / 0.
-        softmax = _of_terms(terms, keys, dataclasses.replace(outside, selected=()))
-        return dataclasses.replace(softmax, unnormalised=(terms, keys))
+        return _unnormalised(terms, keys, outside)
     if base != 1 or len(logs) != 1:
         raise NoAttention("exponentials")
-    other_shifts = [x for x, _ in shifts if x is not logs[0]]
-    (is_added,) = [flag for x, flag in shifts if x is logs[0]]
-    total = chain(*operands_of(*chain(*logs[0])[-1])[0])[-1]
-    if _is_sum_of(total, logits, other_shifts, keys):
-        return Softmax(logits, 1.0, outside, loses_log=is_added)
-    if total[0].op == "add" and len(other_shifts) <= 1:
+    (log,) = logs
+    rest = [shift.element for shift in shifts if shift is not log]
+    total = chain(*operands_of(*chain(*log.element)[-1])[0])[-1]
+    if _is_sum_of(total, logits, rest, keys):
+        return Softmax(logits, 1.0, outside, loses_log=log.is_added)
+    if total[0].op == "add" and len(rest) <= 1:
         for part, extra in itertools.permutations(operands_of(*total)):
-            if _is_sum_of(part, logits, other_shifts, keys):
-                sink = sink_of(extra, base, other_shifts[0] if other_shifts else None)
+            if _is_sum_of(part, logits, rest, keys):
+                sink = sink_of(extra, base, rest[0] if rest else None)
                 if sink is not None:
                     return Softmax(logits, 1.0, outside, sink=sink)
     raise NoMatch("exp(s - x) where x is not the logarithm of the sum of exp(s) over the keys")
 
 
-def _shifts(
-    element: Element, keys: tuple[Letter, ...]
-) -> tuple[Element, list[tuple[Element, bool]]]:
-    """Return s of s - a - (b + c), and a, b and c, which do not depend on the keys.
+def _unnormalised(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
+    """Return the softmax of exponentials whose division must follow the second product: (d)."""
+    if outside.nan_is_zero:
+        raise NoMatch("NaN becomes 0 in the exponentials, but not in their sum")
+    if any(operation in ("keep", "drop") for operation, _ in outside.factors):
+        raise NoMatch("whole rows of the exponentials are set to 0 by a selection")
+    # The division follows the selections, and makes NaN of 0 / 0.
+    softmax = _of_terms(terms, keys, dataclasses.replace(outside, selected=()))
+    return dataclasses.replace(softmax, unnormalised=(terms, keys))
 
-    Each of these comes with a flag: was it part of a sum? They keep their casts, because exp makes
-    the rounding of a maximum large.
+
+class Shift(NamedTuple):
+    """A term that is subtracted from the logits and does not depend on the keys."""
+
+    element: Element
+    is_added: bool  # to another shift, before both are subtracted
+
+
+def _shifts(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, list[Shift]]:
+    """Return s of s - a - (b + c), and the shifts a, b and c.
+
+    The shifts keep their casts, because exp makes the rounding of a maximum large.
     """
-    shifts: list[tuple[Element, bool]] = []
+    shifts: list[Shift] = []
     element = chain(*element)[-1]
     while element[0].op == "sub":
-        logits, shift = operands_of(*element)
-        if depends(shift, keys):
+        logits, subtracted = operands_of(*element)
+        if depends(subtracted, keys):
             break
-        waiting = [(shift, False)]
+        waiting = [Shift(subtracted, is_added=False)]
         while waiting:
-            part, is_added = waiting.pop()
+            shift = waiting.pop()
             if len(shifts) + len(waiting) > MOST_STEPS:
                 raise NoMatch(f"a sum of more than {MOST_STEPS} terms is subtracted from logits")
-            value, index = chain(*part)[-1]
+            value, index = chain(*shift.element)[-1]
             if value.op == "add":
-                waiting.extend((x, True) for x in operands_of(value, index))
+                waiting.extend(Shift(x, is_added=True) for x in operands_of(value, index))
             else:
-                shifts.append((part, is_added))
+                shifts.append(shift)
         element = chain(*logits)[-1]
     return element, shifts
 

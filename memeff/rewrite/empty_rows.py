@@ -18,6 +18,7 @@ mask that was added before, and then the hidden keys get the probability.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from memeff.rewrite.axes import NoMatch, known_number
 from memeff.rewrite.pairs import conjuncts, formula_letters, no_row_is_empty
@@ -104,49 +105,67 @@ def _is_small(bias: BiasTerm) -> bool:
 
 
 def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
-    """Return the logits where probabilities of hidden pairs are set to 0.
+    """Return the logits where probabilities are set to 0 unless `shown`, or are not summed.
 
-    A row that sees no key then gives 0, as in memeff, if all that hides keys also sets zeros. But
-    its probabilities are NaN where all its logits are -inf, or where zeros are summed, and only a
-    selection makes 0 of NaN.
+    In a row that sees no key the program gives, before it sets zeros, NaN if all logits are -inf
+    or if no exponential is summed, and finite numbers otherwise. Zeros make it 0, as in memeff, if
+    they hide all that the masks hide. But only a selection makes 0 of NaN: where(visible, p, 0),
+    and not p * visible.
     """
     masks = _masks(layers)
     biases = _biases(layers)
-    before = set(conjuncts(both(*(x.condition for x in masks))))
-    after = set(conjuncts(shown))
-    summed = set(conjuncts(both(*match.softmax.shown_in_sum)))
-    if before | after != before | summed:
-        if any(not formula_letters(x) & set(match.keys) for x in after - before - summed):
-            raise NoMatch("whole rows of the probabilities are set to 0 by a selection")
-        raise NoMatch("a mask after the softmax hides other keys than the mask before it")
-    condition = both(shown, *before)
+    before = _parts(x.condition for x in masks)
+    after = _parts([shown])
+    summed = _parts(match.softmax.shown_in_sum)
+    _check_zeros(match, before, after, summed)
     lows = {x.low for x in masks}
+    outside = match.softmax.outside
+    replaces_nan = outside.nan_is_zero or outside.sum_is_guarded
     may_be_low = _may_be_low(biases, inner)
     if may_be_low and any(math.isfinite(x) for x in lows):
         raise NoMatch(
             "a mask after the softmax, and a bias or a score that may be as low as the mask"
         )
-    outside = match.softmax.outside
-    replaces_nan = outside.nan_is_zero or outside.sum_is_guarded
     if may_be_low and summed and replaces_nan:
         # 0 / 0 of rows whose visible logits are far below the maximum of all
         raise NoMatch(
             "NaN becomes 0, and a bias or a score may be so low that no exponential is left"
         )
-    replaces_nan |= outside.empty_is_zero and not summed
+    condition = both(shown, *(x.condition for x in masks))
     if no_row_is_empty(match, condition):
         return Logits(condition, None, biases, inner)
-    selected = set(conjuncts(both(*(x for x in outside.selected if not is_random(x)))))
-    is_nan = bool(summed) or lows == {-math.inf}
-    is_zero = replaces_nan or after <= selected or not summed and -math.inf not in lows
-    is_multiplied = not all(is_random(x) for x in outside.multiplied)
-    if before <= after and is_nan and not (selected or is_multiplied or replaces_nan):
-        return Logits(condition, NAN, biases, inner)
-    if before <= after and is_zero and not may_be_low:
-        return Logits(condition, ZERO, biases, inner)
+    if before <= after:
+        selected = _parts(x for x in outside.selected if not is_random(x))
+        is_multiplied = not all(is_random(x) for x in outside.multiplied)
+        replaces_nan |= outside.empty_is_zero and not summed
+        is_nan = bool(summed) or lows == {-math.inf}
+        is_finite = not summed and -math.inf not in lows
+        if is_nan and not (selected or is_multiplied or replaces_nan):
+            return Logits(condition, NAN, biases, inner)
+        if (is_finite or replaces_nan or after <= selected) and not may_be_low:
+            return Logits(condition, ZERO, biases, inner)
     raise NoMatch(
         "masks before and after the softmax give different results to rows that see no key"
     )
+
+
+def _check_zeros(
+    match: Match, before: set[Formula], after: set[Formula], summed: set[Formula]
+) -> None:
+    """Refuse zeros `after` the softmax of keys that its sum counts.
+
+    The conditions `before` are those of masks of the logits, and `summed` those of its terms.
+    """
+    if before | after == before | summed:
+        return
+    if any(not formula_letters(x) & set(match.keys) for x in after - before - summed):
+        raise NoMatch("whole rows of the probabilities are set to 0 by a selection")
+    raise NoMatch("a mask after the softmax hides other keys than the mask before it")
+
+
+def _parts(formulas: Iterable[Formula]) -> set[Formula]:
+    """Return the conditions that must all be true."""
+    return set(conjuncts(both(*formulas)))
 
 
 def with_sink(match: Match, layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
@@ -158,7 +177,7 @@ def with_sink(match: Match, layers: list[Layer], inner: Scaling | Core, shown: F
     masks = _masks(layers)
     biases = _biases(layers)
     condition = both(*(x.condition for x in masks))
-    if not set(conjuncts(shown)) <= set(conjuncts(condition)):
+    if not _parts([shown]) <= _parts([condition]):
         raise NoMatch("a mask after the softmax hides other keys than the mask before it")
     return Logits(condition, None, biases, inner)
 

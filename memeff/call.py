@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,11 +28,11 @@ from memeff.sequence.batch_and_heads import (
     find_on_mesh,
 )
 from memeff.sequence.call import (
-    Place,
+    SequenceMesh,
     attend_here,
     check_tokens_sharded,
     enter_shard_map,
-    find_axes,
+    find_sequence_mesh,
     locate,
     make_plan,
     stride_in,
@@ -76,7 +75,7 @@ class ShardedCall(NamedTuple):
     shape: CallShape  # of the arrays that came
     problem: Problem
     operands: Operands
-    place: Place
+    sequence_mesh: SequenceMesh
     plan: Plan
     sizes: Sizes  # of the whole sequence, and of the batch entries and heads of a device
     other_axes: BatchAndHeads  # besides those of the sequence
@@ -84,36 +83,38 @@ class ShardedCall(NamedTuple):
 
 def prepare_sharded(arguments: Arguments, axes: tuple[str, ...]) -> ShardedCall:
     """Check each argument of a call whose sequence is sharded over the mesh axes `axes`."""
-    place = find_axes(axes, (arguments.query, arguments.key, arguments.value))
+    sequence_mesh = find_sequence_mesh(axes, (arguments.query, arguments.key, arguments.value))
     other_axes = batch_and_heads_of(arguments)
     parts = Parts(sequence=1)
-    if place.inside:
-        parts = check_inside(other_axes)._replace(sequence=math.prod(place.devices))
+    if sequence_mesh.in_shard_map:
+        parts = check_inside(other_axes)._replace(sequence=sequence_mesh.parts)
     shape, problem, operands = normalise(_without_idle_axes(arguments), parts)
     sizes = shape._replace(leads=shape.B)._asdict()
     refuse_symbolic("A sequence that is sharded over devices", **sizes)
     parts_of_device = WHOLE
-    if not place.inside:
-        mesh = jax.sharding.get_abstract_mesh() if place.mesh is None else place.mesh
+    if not sequence_mesh.in_shard_map:
+        mesh = sequence_mesh.mesh
+        if mesh is None:
+            mesh = jax.sharding.get_abstract_mesh()
         other_axes, parts_of_device = find_on_mesh(other_axes, axes, mesh, operands)
-    plan, sizes = make_plan(arguments, axes, place, parts_of_device, problem, operands)
+    plan, sizes = make_plan(arguments, axes, sequence_mesh, parts_of_device, problem, operands)
     whole = WholeCall(sizes.T, sizes.S, shape.N * parts.heads, stride_in(plan, sizes))
     problem, operands = locate(whole, problem, operands)
-    if place.inside:
+    if sequence_mesh.in_shard_map:
         check_sharded(other_axes, operands.query)
         operands = count_in_whole_call(other_axes, operands)
-    return ShardedCall(shape, problem, operands, place, plan, sizes, other_axes)
+    return ShardedCall(shape, problem, operands, sequence_mesh, plan, sizes, other_axes)
 
 
 def _run_sharded(arguments: Arguments, axes: tuple[str, ...]) -> Array | tuple[Array, Array]:
     """Return out, and lse with `return_residual`, of a sequence that is sharded over `axes`."""
-    shape, problem, operands, place, plan, _, other_axes = prepare_sharded(arguments, axes)
+    shape, problem, operands, sequence_mesh, plan, _, other_axes = prepare_sharded(arguments, axes)
     want_lse = bool(arguments.return_residual)
-    if place.inside:
+    if sequence_mesh.in_shard_map:
         check_tokens_sharded(axes, operands)
         out, lse = attend_here(plan, problem, want_lse, operands)
     else:
-        static = plan, other_axes, place.mesh, problem, want_lse
+        static = plan, other_axes, sequence_mesh.mesh, problem, want_lse
         out, lse = sharding.on_mesh_of_operands(enter_shard_map, static, operands)
     return to_public(shape, out, lse, arguments.query)
 

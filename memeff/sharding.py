@@ -202,6 +202,16 @@ def _like_query(operands: Operands) -> Operands:
     return map_operands(shard, operands)
 
 
+def mesh_of(x: Any) -> Any:
+    """Return the mesh on which an array lies, if its type or the array itself tells, else None."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.axis_names:
+        return mesh
+    if isinstance(x, Tracer) or not isinstance(getattr(x, "sharding", None), NamedSharding):
+        return None
+    return x.sharding.mesh
+
+
 def on_mesh_of_operands(f: Callable, static: tuple, operands: Operands) -> Any:
     """Return f(*static, operands), traced within the mesh of the operands' types.
 

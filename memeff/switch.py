@@ -7,7 +7,6 @@ jitted before is traced again inside, and programs traced inside are not used ou
 import contextlib
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from memeff import implementations, sharding
 from memeff.arguments import Implementation, Strategy
 from memeff.attention import dot_product_attention
 from memeff.inputs import check_bool, check_choice, to_array
-from memeff.sequence.call import find_axes
+from memeff.sequence.call import find_sequence_mesh
 from memeff.sequence.keywords import SequenceOptions, check_sequence_options
 from memeff.sequence.layout import Layout
 from memeff.validate_options import check_implementation
@@ -244,8 +243,7 @@ def _shards_inside(options: SequenceOptions, arrays: tuple[Array, Array, Array])
     axes = sharding.sequence_axes(options.sequence_axis, arrays[0])
     if not axes:
         return 1
-    place = find_axes(axes, arrays)
-    return math.prod(place.devices) if place.inside else 1
+    return find_sequence_mesh(axes, arrays).parts
 
 
 def _at_least_3d(name: str, x: ArrayLike) -> Array:

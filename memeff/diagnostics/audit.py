@@ -22,7 +22,7 @@ from memeff.attention import dot_product_attention
 from memeff.call import prepare, prepare_sharded, run_attention
 from memeff.diagnostics import float64
 from memeff.diagnostics.bind import exact_arguments
-from memeff.diagnostics.float64 import Inputs, Place
+from memeff.diagnostics.float64 import Inputs, Placement
 from memeff.inputs import check_size, kind_of
 from memeff.problem import Operands, Problem, sum_dtype
 from memeff.sequence.layout import sequence_positions
@@ -214,7 +214,7 @@ class _Call(NamedTuple):
     shape: CallShape
     problem: Problem
     operands: Operands
-    place: Place
+    placement: Placement
     positions: tuple[np.ndarray, np.ndarray]  # of the queries [T] and keys [S], in their order
 
 
@@ -237,10 +237,10 @@ def _prepare(arguments: Arguments) -> _Call:
     if problem.dropout is not None:
         raise TypeError("memeff.audit runs without dropout. Omit dropout_rate.")
     arrays = [jnp.asarray(x) for x in (arguments.query, arguments.key, arguments.value)]
-    place = float64.find_place(axes, arrays) if axes else Place()
+    placement = float64.find_placement(axes, arrays) if axes else Placement()
     lengths = shape.T, shape.S
     q_pos, k_pos = (sequence_positions(length, devices, layout) for length in lengths)
-    return _Call(arrays, shape, problem, operands, place, (q_pos, k_pos))
+    return _Call(arrays, shape, problem, operands, placement, (q_pos, k_pos))
 
 
 def _draw_cotangent(key: Array, call: _Call) -> Array:
@@ -248,14 +248,14 @@ def _draw_cotangent(key: Array, call: _Call) -> Array:
     query = call.arrays[0]
     shape = (*call.shape.leads, call.shape.T, call.shape.N, call.shape.D)
     draw = functools.partial(jax.random.normal, shape=shape, dtype=query.dtype)
-    if call.place.mesh is None:
+    if call.placement.mesh is None:
         return draw(key)
     if isinstance(query.sharding, NamedSharding) and any(query.sharding.spec):
         mesh = query.sharding.mesh
         spec = query.sharding.spec[: query.ndim - 1]
     else:
-        mesh = call.place.mesh
-        spec = (*[None] * len(call.shape.leads), call.place.axes.tokens)
+        mesh = call.placement.mesh
+        spec = (*[None] * len(call.shape.leads), call.placement.axes.tokens)
     return jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(*spec)))(key)
 
 
@@ -277,21 +277,21 @@ def _compare_samples(call: _Call, results, sample_keys, samples: int) -> Audit:
 
     `results` are out, lse, dq, dk, dv and dout in public layout.
     """
-    _, shape, problem, operands, place, positions = call
-    axes = place.axes.tokens
+    _, shape, problem, operands, placement, positions = call
+    axes = placement.axes.tokens
     devices = 1
-    if place.mesh is not None:
-        devices = math.prod(place.mesh.shape[axis] for axis in axes)
+    if placement.mesh is not None:
+        devices = math.prod(placement.mesh.shape[axis] for axis in axes)
     samples = round_up(samples, devices)
     results = [sharding.fold_leads(shape, x) for x in results]
     inputs = Inputs(operands, *results, *map(jnp.asarray, positions))
-    inputs = float64.lay_out(place, inputs)
+    inputs = float64.lay_out(placement, inputs)
     with jax.set_mesh(None):  # the caller's mesh is not that of these arrays
         rows = float64.sampled(sample_keys[0], (shape.B, shape.K, shape.T), samples, devices)
         columns = float64.sampled(sample_keys[1], (shape.B, shape.K, shape.S), samples, devices)
         with jax.enable_x64(True):
-            of_rows = float64.compute(float64.one_row, problem, place, inputs, rows)
-            of_columns = float64.compute(float64.one_column, problem, place, inputs, columns)
+            of_rows = float64.compute(float64.one_row, problem, placement, inputs, rows)
+            of_columns = float64.compute(float64.one_column, problem, placement, inputs, columns)
         of_rows, of_columns = jax.tree.map(np.asarray, (of_rows, of_columns))
     row_places = []  # b t n
     for b, k, t in rows.tolist():

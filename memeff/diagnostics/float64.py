@@ -71,8 +71,8 @@ class Axes(NamedTuple):
         return {"b": batch, "n": heads, "k": heads, "t": tokens, "s": tokens}
 
 
-class Place(NamedTuple):
-    """The place of the arrays of a sharded sequence."""
+class Placement(NamedTuple):
+    """The mesh and its axes over which the arrays of a sequence are sharded."""
 
     mesh: Mesh | None = None  # None: the sequence is not sharded
     axes: Axes = Axes()
@@ -110,8 +110,8 @@ def sampled(key: Array, sizes: tuple[int, ...], samples: int, parts: int) -> np.
 # ---- where the arrays lie
 
 
-def find_place(axes: tuple[str, ...], arrays: list[Array]) -> Place:
-    """Return the place of query, key and value, whose sequence is sharded over mesh `axes`."""
+def find_placement(axes: tuple[str, ...], arrays: list[Array]) -> Placement:
+    """Return the placement of query, key and value, whose tokens are sharded over `axes`."""
     meshes: list[Any] = [jax.sharding.get_mesh()]
     for x in arrays:
         if isinstance(x.sharding, NamedSharding):
@@ -129,23 +129,23 @@ def find_place(axes: tuple[str, ...], arrays: list[Array]) -> Place:
         return tuple(name for name in names if name in mesh.axis_names and name not in axes)
 
     batch = names(entries[0]) if key.ndim == 4 else ()  # folded leading dims are gathered
-    return Place(sharding.auto_mesh(mesh), Axes(batch, names(entries[-2]), axes))
+    return Placement(sharding.auto_mesh(mesh), Axes(batch, names(entries[-2]), axes))
 
 
-def lay_out(place: Place, inputs: Inputs) -> Inputs:
+def lay_out(placement: Placement, inputs: Inputs) -> Inputs:
     """Lay the arrays out so that each device has its tokens, and needs no others."""
-    mesh = place.mesh
+    mesh = placement.mesh
     if mesh is None:
         return sharding.on_auto_mesh(inputs)
 
     def put(x: Array, spec: PartitionSpec) -> Array:
         return jax.device_put(x, NamedSharding(mesh, spec))
 
-    return jax.tree.map(put, inputs, _specs(place.axes, inputs))
+    return jax.tree.map(put, inputs, _specs(placement.axes, inputs))
 
 
 def _specs(axes: Axes, inputs: Inputs) -> Any:
-    """Return the inputs with how each array is sharded in its place."""
+    """Return the inputs with a spec in the place of each array."""
     spec = functools.partial(sharding.operand_spec, axes.by_letter)
     specs: dict[str, Any] = {}
     for name, dims in DIMS.items():
@@ -155,17 +155,19 @@ def _specs(axes: Axes, inputs: Inputs) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def compute(f: Callable, problem: Problem, place: Place, inputs: Inputs, samples: Array) -> Any:
+def compute(
+    f: Callable, problem: Problem, placement: Placement, inputs: Inputs, samples: Array
+) -> Any:
     """Return f(problem, axes, inputs, sample) for each sample, on all devices of the mesh."""
 
     def each(inputs: Inputs, samples: Array) -> Any:
-        return lax.map(functools.partial(f, problem, place.axes, inputs), samples)
+        return lax.map(functools.partial(f, problem, placement.axes, inputs), samples)
 
-    if place.mesh is None:
+    if placement.mesh is None:
         return each(inputs, samples)
-    specs = _specs(place.axes, inputs), PartitionSpec()
+    specs = _specs(placement.axes, inputs), PartitionSpec()
     run = jax.shard_map(
-        each, mesh=place.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+        each, mesh=placement.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )
     return run(inputs, samples)
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from memeff import dispatch, tile_sizes, validate_options
@@ -38,7 +37,20 @@ from memeff.sequence.gathered import columns_in_order
 from memeff.sequence.implementation import Sharded
 from memeff.sequence.layout import check_layout_name, stride_of
 from memeff.sequence.parts import Shards
-from memeff.sharding import axes_that_share, complete_specs, operand_spec, vary_like
+from memeff.sharding import axes_that_share, complete_specs, mesh_of, operand_spec, vary_like
+
+
+class SequenceMesh(NamedTuple):
+    """The mesh over whose axes a sequence is sharded."""
+
+    in_shard_map: bool  # the call is inside shard_map, over these axes
+    mesh: Any  # None in shard_map, and for the mesh of the context
+    devices: tuple[int, ...]  # along each axis
+
+    @property
+    def parts(self) -> int:
+        """Return into how many parts shard_map has cut the tokens before the call."""
+        return math.prod(self.devices) if self.in_shard_map else 1
 
 
 def attend_here(
@@ -86,7 +98,7 @@ def check_tokens_sharded(axes: tuple[str, ...], operands: Operands) -> None:
 def make_plan(
     arguments: Arguments,
     axes: tuple[str, ...],
-    place: "Place",
+    sequence_mesh: SequenceMesh,
     parts: Parts,
     problem: Problem,
     operands: Operands,
@@ -102,8 +114,7 @@ def make_plan(
             "memory_limit does not support a sequence that is sharded over devices. Omit it, and "
             "pass chunk_size for smaller tiles."
         )
-    shards = math.prod(place.devices) if place.inside else 1
-    sizes = sizes_of(operands, shards, parts, place.devices)
+    sizes = sizes_of(operands, sequence_mesh.parts, parts, sequence_mesh.devices)
     check_lengths(sizes, layout)
     request = Request(
         arguments.implementation,
@@ -142,16 +153,8 @@ def locate(whole: WholeCall, problem: Problem, operands: Operands) -> tuple[Prob
     return dataclasses.replace(problem, whole=whole), operands._replace(origin=origin)
 
 
-class Place(NamedTuple):
-    """The place of a sequence's axes: inside shard_map already, or on a mesh."""
-
-    inside: bool
-    mesh: Any  # None inside, and for the mesh of the context
-    devices: tuple[int, ...]  # along each axis
-
-
-def find_axes(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> Place:
-    """Return where the mesh axes are: in the context, or else in the arrays' shardings."""
+def find_sequence_mesh(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> SequenceMesh:
+    """Return the mesh that has `axes`: that of the context, or else that of the arrays."""
     current = jax.sharding.get_abstract_mesh()
     if all(axis in current.axis_names for axis in axes):
         devices = tuple(current.shape[axis] for axis in axes)
@@ -160,27 +163,17 @@ def find_axes(axes: tuple[str, ...], arrays: tuple[Any, ...]) -> Place:
             raise ValueError(
                 f"sequence_axis={axes}: make all of these axes those of the jax.shard_map, or none."
             )
-        return Place(all(manual), None, devices)
+        return SequenceMesh(all(manual), None, devices)
     for x in arrays:
-        mesh = _mesh_of(x)
+        mesh = mesh_of(x)
         if mesh is not None and all(axis in mesh.axis_names for axis in axes):
-            return Place(False, mesh, tuple(mesh.shape[axis] for axis in axes))
+            return SequenceMesh(False, mesh, tuple(mesh.shape[axis] for axis in axes))
     known = ", ".join(map(repr, current.axis_names)) or "none"
     raise ValueError(
         f"sequence_axis={axes[0] if len(axes) == 1 else axes!r} is no axis of a mesh here (axes of "
         f"the context: {known}). Call under jax.set_mesh(mesh), inside jax.shard_map, or with "
         "arrays that lie on such a mesh."
     )
-
-
-def _mesh_of(x: Any) -> Any:
-    """Return the mesh on which an array lies, if its type or the array itself tells."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.axis_names:
-        return mesh
-    if isinstance(x, Tracer) or not isinstance(getattr(x, "sharding", None), NamedSharding):
-        return None
-    return x.sharding.mesh
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Tracer
 
 from memeff import sharding
 from memeff.arguments import Strategy
@@ -43,10 +42,6 @@ def lies_on_mesh(options: SequenceOptions, query: Any) -> bool:
     axes = sharding.sequence_axes(options.sequence_axis, query)
     if sharding.axes_that_share(query, axes):
         return False
-    names = {*jax.sharding.get_abstract_mesh().axis_names}
-    names.update(jax.typeof(query).sharding.mesh.axis_names)
-    if not isinstance(query, Tracer):
-        layout = getattr(query, "sharding", None)
-        if isinstance(layout, jax.sharding.NamedSharding):
-            names.update(layout.mesh.axis_names)
+    meshes = [jax.sharding.get_abstract_mesh(), sharding.mesh_of(query)]
+    names = {name for mesh in meshes if mesh is not None for name in mesh.axis_names}
     return bool(axes) and names.issuperset(axes)

@@ -43,7 +43,7 @@ from memeff.pallas.hopper.decode_work import (
     Cache,
     DecodeItem,
     DecodeSizes,
-    Place,
+    KeyPlace,
     find_keys,
     for_each_item,
     place_of_copy,
@@ -186,7 +186,7 @@ class Producer(NamedTuple):
         pl.when(number >= stages)(lambda: plgpu.barrier_wait(used))
         return slot
 
-    def _copy_tile(self, heads, places: list[Place], slot) -> None:
+    def _copy_tile(self, heads, places: list[KeyPlace], slot) -> None:
         """Copy the keys and values at `places`, and their scales, to `slot`."""
         scratch = self.scratch
         size = self.sizes.keys_of_copy

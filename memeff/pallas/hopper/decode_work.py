@@ -286,7 +286,7 @@ def visits_of(sizes: DecodeSizes, item: DecodeItem, consumer) -> Visits:
     return Visits(heads, first, sizes.turns, total, turn)
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """The place, in key and value, of keys that are copied together."""
 
     entry: Any  # along their first dim: a batch entry or a page
@@ -294,20 +294,20 @@ class Place(NamedTuple):
     exists: Any = True  # whether there is such a page; else `entry` is some other one
 
 
-def place_of_copy(sizes: DecodeSizes, keys: KeysOfSequence, tile, n: int) -> Place:
+def place_of_copy(sizes: DecodeSizes, keys: KeysOfSequence, tile, n: int) -> KeyPlace:
     """Return where the keys lie that the n-th copy of a tile brings.
 
     Behind the last page of a sequence it lies anywhere, because nothing sees it.
     """
     token = tile * sizes.tile + n * sizes.keys_of_copy
     if sizes.pages is None:
-        return Place(keys.b, token)
+        return KeyPlace(keys.b, token)
     count, size = sizes.pages
     table = keys.scalars.page_table
     number = jnp.minimum(lax.div(token, jnp.int32(size)), table.shape[0] - 1)
     page = table[number]
     exists = (page >= 0) & (page < count)
-    return Place(jnp.clip(page, 0, count - 1), lax.rem(token, jnp.int32(size)), exists)
+    return KeyPlace(jnp.clip(page, 0, count - 1), lax.rem(token, jnp.int32(size)), exists)
 
 
 def has_missing_page(sizes: DecodeSizes, keys: KeysOfSequence, tile) -> Array:

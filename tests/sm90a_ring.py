@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec  # noqa: E402
 
 import memeff  # noqa: E402
 from memeff.device import pretend_device  # noqa: E402
-from memeff.sequence.ring import ALIGNMENT  # noqa: E402
+from memeff.sequence.messages import ALIGNMENT  # noqa: E402
 
 L = 8192  # tokens of a device
 

@@ -30,8 +30,8 @@ from sequences import (
 from memeff.chunked import implementation as chunked
 from memeff.sequence import ring
 from memeff.sequence.implementation import Sharded
+from memeff.sequence.messages import ALIGNMENT, Parcel, open_parcels, pass_on
 from memeff.sequence.parts import Chunk, Shards
-from memeff.sequence.ring import ALIGNMENT, Parcel, _pass_on, open_parcels
 from memeff.sequence.terms import Term, shorten
 from memeff.softmax import Lse, merge_partial
 
@@ -135,14 +135,14 @@ def test_a_parcel_keeps_all_bits():
     rng = np.random.default_rng(0)
     dtypes = (np.float32, bfloat16), (bfloat16, np.int32, bfloat16), (np.float64, np.int8)
     shapes = (3, 2), (7,), ()
-    pass_on = functools.partial(_pass_on, Shards("seq", "contiguous"), True)
+    send_on = functools.partial(pass_on, Shards("seq", "contiguous"), True)
 
     def send(tree, other):
-        parcel, sent = pass_on(tree, 1)
+        parcel, sent = send_on(tree, 1)
         assert isinstance(parcel, Parcel)
         arrived = open_parcels(parcel)
         renewed = [other, *arrived[1:]]
-        parcel, sent_on = pass_on(renewed, 1, came=parcel, renewed=1)
+        parcel, sent_on = send_on(renewed, 1, came=parcel, renewed=1)
         return sent, arrived, sent_on, open_parcels(parcel)
 
     for group in dtypes:
@@ -167,7 +167,7 @@ def test_arrays_of_a_parcel_are_where_kernels_can_read_them():
     arrays = np.ones((3, 5), bfloat16), np.int32([[1], [2], [3]]), np.ones((3, 2, 64), bfloat16)
 
     def send(tree):
-        parcel, _ = _pass_on(Shards("seq", "contiguous"), True, tree, 1)
+        parcel, _ = pass_on(Shards("seq", "contiguous"), True, tree, 1)
         return open_parcels(parcel)
 
     run = jax.shard_map(send, mesh=mesh_of(3), in_specs=P("seq"), out_specs=P("seq"))

@@ -21,17 +21,16 @@ positions matter, because the positions of all tokens of a device are not consec
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from memeff.order import hold, orders_by_condition
 from memeff.problem import Operands, Problem
 from memeff.sequence.layout import Layout, chunks_of_device
+from memeff.sequence.messages import open_parcels, send_both
 from memeff.sequence.parts import (
     Chunk,
     Part,
@@ -47,8 +46,6 @@ from memeff.sharding import all_axes_manual
 EARLY = Chunk(0, 2)
 LATE = Chunk(1, 2)
 WHOLE = Chunk()
-
-ALIGNMENT = 256  # bytes; the kernels for GPUs refuse an array that begins elsewhere
 
 
 class Step(NamedTuple):
@@ -144,6 +141,21 @@ def ring_distances(layout: Layout, P: int, problem: Problem, T: int | None) -> l
     return [*range(last + 1), *range(-1, first - 1, -1)]
 
 
+class Inputs(NamedTuple):
+    """The arrays of this device that a visit reads besides the keys that it has received."""
+
+    operands: Operands
+    rows: Any  # in a backward out, lse and their cotangents, else None
+
+
+class Results(NamedTuple):
+    """The results of the visits so far."""
+
+    state: Any
+    new_terms: list[Term]  # of gradients of the keys that this step has received
+    kept: list[Term]  # of gradients of this device's own keys
+
+
 def ring_walk(
     shards: Shards,
     problem: Problem,
@@ -164,59 +176,76 @@ def ring_walk(
     these gradients at home, on the device of the keys. `differentiable`: JAX can differentiate what
     this does. `join(parts, operands, keys)` makes a call of all parts of a step; without it, a
     visit has one part. `splits_home` is that of `ring_steps`.
+
+    With 3 devices, device r sends and visits:
+
+      step 0   send its own keys to r + 1;                        visit its own keys
+      step 1   send the keys of r - 1 to r + 1;                   visit the keys of r - 1
+      step 2   send the gradients of the keys of r - 1 to r + 1;  visit the keys of r - 2
+      end      send the gradients of the keys of r - 2, of all devices together, to r - 2
     """
     local_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
     local = local_keys, None if tangents is None else keys_of(tangents)
     P = shards.devices
     # Where XLA partitions other dims, it would gather them for a message of one dim.
     all_manual = all_axes_manual()
-    send = functools.partial(_send, shards, all_manual and not differentiable)
+    send = functools.partial(send_both, shards, all_manual and not differentiable)
     assert not join or all_manual and tangents is None
+
+    def visit_group(
+        results: Results, distance: int, group: tuple[Part, ...], inputs: Inputs, arrived: Any
+    ) -> Results:
+        """Visit parts, and add the gradients of their keys to the terms."""
+        state, new_terms, kept = results
+        keys, key_tangents = arrived
+        operands = (join or _cut)(group, inputs.operands, keys)
+        input_tangents = None
+        if tangents is not None and key_tangents is not None:
+            input_tangents = _cut(group, tangents, key_tangents, keys)
+        state, key_gradients = visit(state, group, operands, input_tangents, inputs.rows)
+        if key_gradients is None:
+            return Results(state, new_terms, kept)
+        term = Term(tuple(part.cols for part in group), key_gradients, distance)
+        if distance == 0:
+            return Results(state, new_terms, [*kept, term])
+        return Results(state, [*new_terms, term], kept)
+
+    inputs = Inputs(operands, rows)
     steps = ring_steps(shards, problem, operands, splits_home)
-    coming = local
+    coming = local  # the keys of the next step
     behind = []  # terms of gradients of keys that travel behind them
-    kept = []  # terms of the gradients of this device's keys
     previous = 0  # the distance at which `behind` was computed
     sent = None
+    kept = []
     for n, (s, parts) in enumerate(steps):
-        keys, key_tangents = arrived = coming if s else local
-        ahead = steps[n + 1].distance if n + 1 < len(steps) else 0
-        outgoing, hops = _next_keys(s, ahead, arrived, local)
+        is_last = n + 1 == len(steps)
+        arrived = coming if s else local
+        outgoing, hops = _next_keys(s, 0 if is_last else steps[n + 1].distance, arrived, local)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         came = sent if s and outgoing is arrived else None
         travelling = shorten(behind)
         values = [term.value for term in travelling]
-        sent, outgoing = send((outgoing, hops % P), (values, (target - previous) % P), came)
+        sent, stored = send((outgoing, hops % P), (values, (target - previous) % P), came)
         if came is not None:  # the message holds these keys, and the one that came need not stay
-            keys, key_tangents = outgoing
-        new_terms = []
+            arrived = stored
+        results = Results(state, [], kept)
         for number, group in enumerate([parts] if join else [(part,) for part in parts]):
             # Else XLA:CPU would cut the chunks of all parts before the first. On other devices a
             # barrier would only make it copy the keys out of the message.
             if number and not differentiable and orders_by_condition():
-                held = operands, rows, keys
-                (state, new_terms, kept), (operands, rows, keys) = hold(
-                    held, (state, new_terms, kept)
-                )
-            inputs = (join or _cut)(group, operands, keys)
-            input_tangents = None
-            if tangents is not None and key_tangents is not None:
-                input_tangents = _cut(group, tangents, key_tangents, keys)
-            state, key_gradients = visit(state, group, inputs, input_tangents, rows)
-            if key_gradients is not None:
-                chunks = tuple(part.cols for part in group)
-                (new_terms if s else kept).append(Term(chunks, key_gradients, s))
-        previous = s
+                keys, key_tangents = arrived
+                results, (inputs, keys) = hold((inputs, keys), results)
+                arrived = keys, key_tangents
+            results = visit_group(results, s, group, inputs, arrived)
         # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
         # the last step it would only keep XLA from one pass over the new terms.
-        if not differentiable and n + 1 < len(steps):
+        if not differentiable and not is_last:
             # queries and rows too, or XLA would cut the chunks of all steps before the first
-            results = state, new_terms, kept
-            held = sent, operands, rows
-            (state, new_terms, kept), (sent, operands, rows) = hold(held, results)
+            results, (sent, inputs) = hold((sent, inputs), results)
+        state, behind, kept = results
+        previous = s
         values, coming = open_parcels(sent)
-        (new_terms if target else kept).extend(_terms_from(shards, travelling, values, target))
-        behind = new_terms
+        (behind if target else kept).extend(_terms_from(shards, travelling, values, target))
     if behind:
         travelling = shorten(behind)
         values = [term.value for term in travelling]
@@ -256,129 +285,3 @@ def _cut(parts: tuple[Part, ...], operands: Operands, keys: Any, primals: Any = 
     (part,) = parts
     size = (primals or keys).key.shape[1] // part.cols.count
     return cut_part(part, operands, keys, size)
-
-
-def _send(shards: Shards, pack: bool, ahead: Any, behind: Any, came: Any = None) -> tuple[Any, Any]:
-    """Send (keys, by how many devices) `ahead`, and `behind` them (values, by how many devices).
-
-    Both are in one message if they go to the same device, because XLA:GPU sends one message at a
-    time. Return what arrives from other devices, for `open_parcels`, and the keys as they are
-    stored in the message. `came` is the message that brought the keys.
-    """
-    keys, hops = ahead
-    values, back = behind
-    if hops == back or not values or keys is None:
-        hops = hops if keys is not None else back
-        renewed = len(jax.tree.leaves(values))
-        sent, (_, keys) = _pass_on(shards, pack, (values, keys), hops, came, renewed)
-        return sent, keys
-    sent, keys = _pass_on(shards, pack, keys, hops)
-    return (_pass_on(shards, pack, values, back)[0], sent), keys
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Parcel:
-    """A pytree of arrays in one message. They are taken out late, so that they are not copied.
-
-    Each array begins at a multiple of ALIGNMENT bytes, so that a kernel can read it in place.
-    """
-
-    message: Array
-    shapes: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
-    structure: Any = dataclasses.field(metadata={"static": True})
-
-    def open(self) -> Any:
-        """Return the pytree."""
-        word = self.message.dtype.itemsize
-        arrays = []
-        start = 0
-        for x in self.shapes:
-            count = x.size * x.dtype.itemsize // word
-            part = lax.slice_in_dim(self.message, start, start + count)
-            start += count + _gap(count, word)
-            if part.dtype != x.dtype:
-                part = lax.bitcast_convert_type(_in_rows(part, 8 * x.dtype.itemsize), x.dtype)
-            arrays.append(part.reshape(x.shape))
-        return jax.tree.unflatten(self.structure, arrays)
-
-    def replace_start(self, words: list[Array]) -> "Parcel":
-        """Return the parcel with other words in place of those of its first arrays."""
-        if not words:
-            return self
-        message = lax.dynamic_update_slice(self.message, jnp.concatenate(words), (0,))
-        return dataclasses.replace(self, message=message)
-
-
-def open_parcels(tree: Any) -> Any:
-    """Return a pytree in which each parcel is replaced by its contents."""
-
-    def is_parcel(x):
-        return isinstance(x, Parcel)
-
-    return jax.tree.map(lambda x: x.open() if is_parcel(x) else x, tree, is_leaf=is_parcel)
-
-
-def _pass_on(
-    shards: Shards, pack: bool, tree: Any, hops: int, came: Any = None, renewed: int = 0
-) -> tuple[Any, Any]:
-    """Send a pytree of arrays `hops` devices ahead; with `pack`, several arrays as a parcel.
-
-    Return what arrives, and the pytree as it is stored in the message. If `came` is a parcel of
-    such a pytree in which only the first `renewed` arrays have changed, only these are overwritten
-    in it.
-    """
-    arrays, structure = jax.tree.flatten(tree)
-    P = shards.devices
-    if not arrays or hops == 0:
-        return tree, tree
-    route = [(i, (i + hops) % P) for i in range(P)]
-    send = functools.partial(lax.ppermute, axis_name=shards.axis, perm=route)
-    if len(arrays) == 1 or not pack:  # bits have no derivative
-        return jax.tree.unflatten(structure, [send(x) for x in arrays]), tree
-    flat = [x.ravel() for x in arrays]
-    words = flat
-    if len({x.dtype for x in arrays}) > 1:
-        bits = word_bits(flat)
-        words = [lax.bitcast_convert_type(_in_rows(x, bits), f"uint{bits}") for x in flat]
-        words = [x.ravel() for x in words]
-    words = [_fill(x) for x in words]
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-    if isinstance(came, Parcel) and (came.shapes, came.structure) == (shapes, structure):
-        parcel = came.replace_start(words[:renewed])
-    else:
-        parcel = Parcel(jnp.concatenate(words), shapes, structure)
-    parcel = lax.optimization_barrier(parcel)  # else XLA reads what the message is made of
-    return dataclasses.replace(parcel, message=send(parcel.message)), parcel.open()
-
-
-def _gap(count: int, word: int) -> int:
-    """Return how many words of so many bytes lie between `count` words and the next array."""
-    return -count % (ALIGNMENT // word)
-
-
-def _fill(words: Array) -> Array:
-    """Return the words of an array with zeros up to where the next array begins."""
-    gap = _gap(words.size, words.dtype.itemsize)
-    if not gap:
-        return words
-    return jnp.concatenate([words, jnp.zeros_like(words, shape=(gap,))])
-
-
-def word_bits(arrays: list[Array]) -> int:
-    """Return the bits of a message's words: if possible, as many as most of its numbers have.
-
-    If the numbers of an array are words, XLA reads it from the message in the pass that needs it.
-    """
-    bytes_of: dict[int, int] = {}
-    for x in arrays:
-        size = x.dtype.itemsize
-        bytes_of[size] = bytes_of.get(size, 0) + x.size * size
-    most = max(bytes_of, key=bytes_of.__getitem__)
-    return 8 * math.gcd(most, *(x.size * x.dtype.itemsize for x in arrays))
-
-
-def _in_rows(x: Array, bits: int) -> Array:
-    """Return numbers x [n] in rows that have one word of `bits` each."""
-    count = bits // (8 * x.dtype.itemsize)
-    return x.reshape(-1, count) if count > 1 else x

@@ -147,46 +147,47 @@ def _backward_with_bias(
 
     The fused loop hides a pair by p = 0 alone, so the other factor of ds must be finite.
     """
-    high, low, delta, dout = rows
+    high, _, delta, dout = rows
     zero = zero_after(delta, delta.dtype)
     bias = _start_of_bias(problem, schedule, operands, zero)
     if one_tile_with_bias(schedule, operands):  # hides pairs by a mask, because it fuses nothing
         fused = _fused_loop_with_bias(problem, schedule, operands, rows)
         return _sum_tiles(fused, operands, zero, bias)
     v = abs(zero_nonfinite(operands.value, True)).max((1, 3)).astype(delta.dtype)  # b k
+    v = v[..., None, None]
     size = split_axis(abs(dout.astype(delta.dtype)).sum(-1), 2, operands.shape.K)
     size = size.transpose(0, 2, 3, 1)  # b k g t
-    finite = jnp.isfinite(delta) & jnp.isfinite(high) & (size * v[..., None, None] < 2.0**100)
-
-    def only(which: Array) -> RowInputs:
-        """Return the rows with all empty but `which` [B, K, G, T]."""
-        which_token = lax.collapse(which.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
-        return RowInputs(
-            jnp.where(which, high, LSE_OF_EMPTY_ROW),
-            jnp.where(which, low, 0),
-            jnp.where(which, delta, 0),
-            jnp.where(which_token, dout, 0),
-        )
-
+    finite = jnp.isfinite(delta) & jnp.isfinite(high) & (size * v < 2.0**100)
     scales = None
     if operands.query.dtype == jnp.bfloat16:
-        finite_rows = only(finite)
+        finite_rows = _keep_rows(rows, finite)
         keys = abs(zero_nonfinite(operands.value, True)).max(-1).astype(delta.dtype)  # b s k
         least = jnp.where(keys == 0, jnp.inf, keys).min(1)
-        values = v[..., None, None], least[..., None, None]
         kept = 1 if problem.dropout is None else 1 - problem.dropout.rate
-        ds_by_p = jnp.where(finite, size / kept * values[0], 0) + abs(finite_rows.delta)
-        scales = fp16_scales(operands, RowBounds(values, ds_by_p), finite_rows.dout)
+        ds_by_p = jnp.where(finite, size / kept * v, 0) + abs(finite_rows.delta)
+        bounds = RowBounds((v, least[..., None, None]), ds_by_p)
+        scales = fp16_scales(operands, bounds, finite_rows.dout)
         in_range = scales.in_range[..., None, None]  # b k 1 1
         finite &= in_range
         scales = scales._replace(dout=jnp.where(in_range[..., None], scales.dout, 0))
-    fused = _fused_loop_with_bias(problem, schedule, operands, only(finite), scales)
-    general = _general_loop(problem, schedule, operands, only(~finite))
+    fused = _fused_loop_with_bias(problem, schedule, operands, _keep_rows(rows, finite), scales)
+    general = _general_loop(problem, schedule, operands, _keep_rows(rows, ~finite))
 
     def visit(gradients: Gradients) -> Gradients:
         return apply_unless(all_true(finite), general, fused(gradients))
 
     return _sum_tiles(visit, operands, zero, bias)
+
+
+def _keep_rows(rows: RowInputs, which: Array) -> RowInputs:
+    """Return the rows `which` [B, K, G, T], and the others as rows that see no key."""
+    of_tokens = lax.collapse(which.transpose(0, 3, 1, 2), 2)[..., None]  # b t n 1
+    return RowInputs(
+        jnp.where(which, rows.high, LSE_OF_EMPTY_ROW),
+        jnp.where(which, rows.low, 0),
+        jnp.where(which, rows.delta, 0),
+        jnp.where(of_tokens, rows.dout, 0),
+    )
 
 
 def _writes_bias(problem: Problem, schedule: Schedule, operands: Operands) -> bool:
@@ -288,25 +289,26 @@ def _fused_loop_with_bias(
 ) -> Fold:
     """Return a function that adds the gradients of linear logits with a bias to those given.
 
-    XLA:GPU adds no bias in the epilogue of a product. So q k' is stored, p is computed one step
-    ahead, and ds in the epilogue of dout v'. ds is the gradient of the bias as well.
+    XLA:GPU adds no bias in the epilogue of a product. So q k' is stored, p is computed from it one
+    step ahead, and ds in the epilogue of dout v'. ds is the gradient of the bias as well. A hidden
+    pair has p = 0, so ds / p must be finite there.
 
-    A single tile fuses nothing there, and hides pairs by a mask.
+    A single tile fuses nothing there: ds is computed in float32, and a mask makes it 0.
     """
     single = one_tile_with_bias(schedule, operands)
     write_bias = _writes_bias(problem, schedule, operands)
-    assert schedule.gpu_fused_chunk_size is not None
-    schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
+    schedule, operands = _for_fused_loop(schedule, operands)
     dtype = rows.delta.dtype
-    query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
-    operands = operands._replace(query=query, key=key, value=value)
     factor = _derivative_of_linear_logits(problem, operands, dtype)
 
     def probabilities_ahead(tile):  # (5)
         _, s, _ = tile_logits(problem, tile)
         p = probabilities(s, Lse(*tile.row_scalars), None)
         p = positive_where_visible(p, tile.keep)
-        p = p.astype(query.dtype) if scales is None else (p * Fp16Scales.P).astype(jnp.float16)
+        if scales is None:
+            p = p.astype(operands.query.dtype)
+        else:
+            p = (p * Fp16Scales.P).astype(jnp.float16)
         return lax.optimization_barrier(p)  # else a single tile keeps q k' until dout v' is there
 
     def step(gradients, tile):
@@ -317,8 +319,6 @@ def _fused_loop_with_bias(
         ds = (p.astype(narrow) * ds_by_p.astype(narrow)).astype(q.dtype) * unscale
         if single:
             ds = jnp.where(p == 0, 0, ds)
-        if tile.kept is not None:
-            tile = tile._replace(prefetched=jnp.where(tile.kept, p, 0))
         dv = _fused_dv(problem, tile, scales, gradients.value)
         if problem.dropout is not None:
             dv = dv / (1 - problem.dropout.rate)
@@ -332,7 +332,7 @@ def _fused_loop_with_bias(
         (d_params,) = transpose_logits(ds.astype(dtype))
         return _add_tile(gradients, Gradients(dq, dk, dv, d_params), tile, write_bias)
 
-    row_arrays = _fused_rows(rows.delta, scales, query.dtype)
+    row_arrays = _fused_rows(rows.delta, scales, operands.query.dtype)
     ahead = Prefetch((rows.high, rows.low), probabilities_ahead, with_mask=False)
     return visit_tiles(problem, schedule, operands, row_arrays, step, (rows.dout,), prefetch=ahead)
 
@@ -361,13 +361,9 @@ def _fused_loop(
     p is computed one step ahead, so that ds can go into the epilogue of dout v'. With `scales`,
     p and ds / p leave the epilogues as float16.
     """
-    assert schedule.gpu_fused_chunk_size is not None
-    schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
+    schedule, operands = _for_fused_loop(schedule, operands)
     dtype = rows.delta.dtype
-    # Once for all tiles, because a row that sees NaN or Inf becomes NaN through lse or out.
-    query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
-    operands = operands._replace(query=query, key=key, value=value)
-    row_arrays = _fused_rows(rows.delta, scales, query.dtype)
+    row_arrays = _fused_rows(rows.delta, scales, operands.query.dtype)
     zero = zero_after(rows.delta, rows.delta.dtype)
     params = operands.logit_params
 
@@ -383,8 +379,6 @@ def _fused_loop(
         ds = (p * ds_by_p.astype(p.dtype)).astype(q.dtype) * unscale
         if tile.keep is not None:  # last, because p is NaN for all keys where lse is NaN
             ds = jnp.where(tile.keep, ds, 0)
-        if tile.kept is not None:
-            tile = tile._replace(prefetched=jnp.where(tile.kept, p, 0))
         dv = _fused_dv(problem, tile, scales, gradients.value)
         dq = dot("bkgtc,bkch->bkgth", ds, k, problem, dtype)  # (7), without the scale
         dk = dot("bkgth,bkgtc->bkhc", q, ds, problem, dtype, gradients.key)
@@ -411,6 +405,17 @@ def _fused_loop(
     return run
 
 
+def _for_fused_loop(schedule: Schedule, operands: Operands) -> tuple[Schedule, Operands]:
+    """Return the schedule with the tiles of a fused loop, and operands without NaN and Inf.
+
+    They become 0 once for all tiles, because a row that sees one is NaN through its lse or out.
+    """
+    assert schedule.gpu_fused_chunk_size is not None
+    schedule = dataclasses.replace(schedule, chunk_size=schedule.gpu_fused_chunk_size)
+    query, key, value = (zero_nonfinite(x, True) for x in operands[:3])
+    return schedule, operands._replace(query=query, key=key, value=value)
+
+
 def _fused_rows(delta: Array, scales: Fp16Scales | None, dtype) -> tuple[Array, ...]:
     """Return the rows of a fused loop: delta, and what scales a row to float16 and back."""
     if scales is None:
@@ -431,16 +436,20 @@ def _fused_ds_by_p(problem: Problem, tile: Tile, dtype) -> tuple[Array, Array | 
 def _fused_dv(problem: Problem, tile: Tile, scales: Fp16Scales | None, like: Array) -> Array:
     """Return dv [b, k, d, c] of the prefetched p; `like` is the sum over tiles.
 
-    With `scales`, p and dout are float16, and dv is scaled back.
+    Probabilities that dropout drops count as 0. With `scales`, p and dout are float16, and dv is
+    scaled back.
     """
-    assert tile.prefetched is not None
+    p = tile.prefetched
+    assert p is not None
+    if tile.kept is not None:
+        p = jnp.where(tile.kept, p, 0)
     if scales is None:
-        p = tile.prefetched.astype(tile.operands.value.dtype)
+        p = p.astype(tile.operands.value.dtype)
         return dot("bkgtd,bkgtc->bkdc", tile.row_vectors[0], p, problem, like.dtype, like)
     batch, head = tile.head_start
-    b, k = tile.prefetched.shape[:2]
+    b, k = p.shape[:2]
     column = slice_dims(scales.column, {0: (batch, b), 1: (head, k)})  # b k d
-    dv = dot("bkgtd,bkgtc->bkdc", tile.row_vectors[1], tile.prefetched, problem, like.dtype, like)
+    dv = dot("bkgtd,bkgtc->bkdc", tile.row_vectors[1], p, problem, like.dtype, like)
     return dv / (column * Fp16Scales.P)[..., None]
 
 

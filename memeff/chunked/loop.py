@@ -231,6 +231,14 @@ def _fold_one_ahead(problem: Problem, cut: CutTile, step, starts: np.ndarray) ->
     return fold
 
 
+class Pipeline(NamedTuple):
+    """What the step of a tile has of the steps before."""
+
+    side: SideInputs  # of the tile
+    side_of_make: SideInputs  # the side inputs of `make` for the next tile
+    made: Array  # make(tile)
+
+
 def _fold_two_ahead(
     problem: Problem,
     cut: CutTile,
@@ -241,37 +249,46 @@ def _fold_two_ahead(
 ) -> Fold:
     """Return a fold that also computes `prefetch.make(tile)` in the step before.
 
-    `make` has inputs beside a product of its own, so these are computed two steps before. A loop
-    makes the last tile twice, except where that tile is visited after the loop.
+    `make` has a product with side inputs of its own, so these are computed two steps before. The
+    step of tile n reads its `Pipeline`, and computes for later steps:
+
+      side inputs of tile n + 1
+      make(tile n + 1), from the side inputs of `make` that the step of tile n - 1 computed
+      side inputs of `make` for tile n + 2
+
+    A loop over all tiles makes the last tile twice. It does not without `prefetch.with_mask`,
+    because then the last tile is visited after the loop.
     """
     _, make, with_mask = prefetch
     side_inputs = functools.partial(_side_inputs, problem, with_mask=with_mask)
 
+    def visit(carry, start, pipeline: Pipeline):
+        tile = _cut_with(cut, start, pipeline.side)
+        return step(carry, tile._replace(prefetched=pipeline.made))
+
     def body(state, start):
-        carry, prepared, prepared_ahead, made = state
+        carry, pipeline = state
         this, following, after = start
-        carry = step(carry, _cut_with(cut, this, prepared)._replace(prefetched=made))
-        tile = _cut_with(cut_ahead, following, prepared_ahead)
+        carry = visit(carry, this, pipeline)
+        tile = _cut_with(cut_ahead, following, pipeline.side_of_make)
         # Only now, so that the new result takes the memory of the old one.
         carry, key = lax.optimization_barrier((carry, tile.operands.key))
         made = make(tile._replace(operands=tile.operands._replace(key=key)))
-        prepared = side_inputs(cut, following)
-        prepared_ahead = side_inputs(cut_ahead, after)
-        return (carry, prepared, prepared_ahead, made), None
+        side = side_inputs(cut, following)
+        return (carry, Pipeline(side, side_inputs(cut_ahead, after), made)), None
 
     later = _shifted(starts, 1)
-    first_ahead = side_inputs(cut_ahead, starts[0])
-    first_tile = _cut_with(cut_ahead, starts[0], first_ahead)
-    prepared = side_inputs(cut, starts[0])
-    prepared_ahead = side_inputs(cut_ahead, later[0])
+    first_tile = _cut_with(cut_ahead, starts[0], side_inputs(cut_ahead, starts[0]))
+    side = side_inputs(cut, starts[0])
+    side_of_make = side_inputs(cut_ahead, later[0])
 
     def fold(carry):
-        state = carry, prepared, prepared_ahead, make(first_tile)
+        state = carry, Pipeline(side, side_of_make, make(first_tile))
         tiles = starts, later, _shifted(starts, 2)
         if with_mask:
             return lax.scan(body, state, tiles)[0][0]
-        (carry, side, _, made), _ = lax.scan(body, state, tuple(x[:-1] for x in tiles))
-        return step(carry, _cut_with(cut, starts[-1], side)._replace(prefetched=made))
+        (carry, pipeline), _ = lax.scan(body, state, tuple(x[:-1] for x in tiles))
+        return visit(carry, starts[-1], pipeline)
 
     return fold
 

@@ -5,6 +5,10 @@
   (3) backward: the sum over parts of backward(...), each from the final out and lse
 
 So what a part supports, the whole supports, in both modes and every order.
+
+In a causal zigzag ring whose parts run in the kernels (`joins`), the kernels are called once for
+each step instead of once for each part. In the forward they update out and lse of all keys so far
+(`carry`), so that no results are merged. In the backward the parts are batch entries of the call.
 """
 
 import dataclasses
@@ -137,7 +141,8 @@ class Sharded:
         dtype = accumulator_dtype(operands)
         home = self.joins(problem, operands, join_parts)
         joins = home is not None
-        # With more devices the gradients are packed with keys, and would take 10 % more memory.
+        # One array for the gradients of keys and values. With more devices these are packed with
+        # keys, and would take 10 % more memory.
         joins_gradients = joins and self.shards.devices == 2
         # The last gradients of keys travel beside dq of the same step, or beside work at home.
         keys_first = home is not None and not home.schedule.fused_backward
@@ -150,21 +155,14 @@ class Sharded:
             if keys_first and next(steps_left) == 0 and parts[1:]:
                 schedule = dataclasses.replace(schedule, fused_backward=False, keys_first=True)
             chosen = chosen._replace(schedule=schedule)
-            if not joins:
-                rows = jax.tree.map(functools.partial(parts[0].rows.pick, dim=3), rows)
-            elif parts[0].rows.count == 2:
-                rows = jax.tree.map(halve_rows, rows)
-            gradients = _backward(chosen, inputs, *rows)
+            gradients = _backward(chosen, inputs, *_rows_of(parts, rows, joins))
             term = Term(tuple(part.rows for part in parts), gradients.query)
             dqueries = add_term(add_values, dqueries, term, 1)
             if not joins:
                 dparams = add_logit_params(parts[0], dparams, gradients.logit_params)
-            key_gradients: Any = gradients.key, gradients.value
-            if joins_gradients and gradients.value is None:  # kernels have stored them as one
-                key_gradients = gradients.key
-            elif joins_gradients:
-                key_gradients = jnp.concatenate(key_gradients, axis=2)  # B S 2K H
-            return (dqueries, dparams), key_gradients
+            if joins_gradients:
+                return (dqueries, dparams), _joined_gradients(gradients)
+            return (dqueries, dparams), (gradients.key, gradients.value)
 
         def zeros(x: Array) -> Array:
             return jnp.zeros_like(x, dtype)
@@ -300,6 +298,20 @@ def _forward(
         rows = out[0][..., 0].astype(accumulator_dtype(operands))
         lse = Lse(jnp.zeros_like(rows), None)
     return out, Lse(lse.high, jnp.zeros_like(lse.high) if lse.low is None else lse.low)
+
+
+def _rows_of(parts: tuple[Part, ...], rows: Any, joins: bool) -> Any:
+    """Return the rows of the queries of parts; if `joins`, as batch entries of one call."""
+    if not joins:
+        return jax.tree.map(functools.partial(parts[0].rows.pick, dim=3), rows)
+    return jax.tree.map(halve_rows, rows) if parts[0].rows.count == 2 else rows
+
+
+def _joined_gradients(gradients: Gradients) -> Array:
+    """Return the gradients of keys and values as one array [B, S, 2K, H]."""
+    if gradients.value is None:
+        return gradients.key  # the kernels have stored both there
+    return jnp.concatenate((gradients.key, gradients.value), axis=2)
 
 
 @functools.partial(jax.jit, static_argnums=0)

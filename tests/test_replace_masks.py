@@ -14,7 +14,8 @@ from small_calls import temp_bytes
 
 import memeff
 from memeff.rewrite.axes import known_number, new_index
-from memeff.rewrite.element import Builder, Roles, tabulate
+from memeff.rewrite.element import Builder, Roles
+from memeff.rewrite.element_function import tabulate
 from memeff.rewrite.graph import Graph
 from memeff.rewrite.reader import Reader
 from memeff.rewrite.symbols import Choice

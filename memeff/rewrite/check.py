@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from memeff.diagnostics.audit import absolute_errors, audit
+from memeff.rewrite import element_function
 from memeff.rewrite.recipe import Recipe, attend
 from memeff.rewrite.rows import Equations, compute_rows
 from memeff.rewrite.terms import HIDDEN
@@ -98,11 +99,13 @@ def _score_without_lows(score_fn: Any, *arguments: Any) -> Any:
 def _limit(recipe: Recipe, equations: Equations) -> float:
     """Return the limit of the narrowest float to which the program rounds its logits."""
     dtypes = [recipe.dtype]
-    for kind, *rest in equations.logits.function.steps:
-        if kind == "score":
-            dtypes.append(rest[0])
-        elif kind == "op":
-            dtypes.append(str(dict(rest[1]).get("new_dtype")))
+    for step, *arguments in equations.logits.function.steps:
+        if step is element_function.score:
+            (dtype,) = arguments
+            dtypes.append(dtype)
+        elif step is element_function.bind:
+            _, params, _ = arguments
+            dtypes.append(str(dict(params).get("new_dtype")))
     return max(LIMITS.get(x, 0) for x in dtypes)
 
 

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from memeff.attention import dot_product_attention
 from memeff.problem import sum_dtype
-from memeff.rewrite.element import ElementFunction, raised, tabulate
+from memeff.rewrite.element_function import ElementFunction, raised, tabulate
 
 
 @dataclasses.dataclass(frozen=True)

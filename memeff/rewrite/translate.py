@@ -8,10 +8,18 @@ from typing import Any
 import jax.numpy as jnp
 
 from memeff.problem import sum_dtype
+from memeff.rewrite import element_function
 from memeff.rewrite.arrange import arrange, reduced, smallest, without_cast
 from memeff.rewrite.assignment import Assignment
 from memeff.rewrite.axes import Element, NoMatch, Slice, expand, expand_all, letters_in
-from memeff.rewrite.element import Builder, ElementFunction, Roles
+from memeff.rewrite.element import Builder, Roles
+from memeff.rewrite.element_function import (
+    ElementFunction,
+    all_true,
+    raised,
+    rounded,
+    wide_sum,
+)
 from memeff.rewrite.empty_rows import check_logarithm
 from memeff.rewrite.graph import Value
 from memeff.rewrite.logits import Dependence, is_product_of_more, take_apart
@@ -363,24 +371,23 @@ class _Translation:
             builder.depends = self.depends
             if core.element == self.match.dots:
                 wide = jnp.dtype(sum_dtype(self.match.dots[0].dtype))  # logits are not rounded
-                step = builder.add("score", str(wide))
+                step = builder.add(element_function.score, str(wide))
             else:
                 step = builder.element(*core.element)
             step = builder.scaled(step, core.factor)
             is_product = is_product_of_more(core, self.match.dots[0], self.depends)
-            steps.append(builder.add("rounded", step) if is_product else step)
+            steps.append(builder.apply(rounded, step) if is_product else step)
         # the innermost first, as the program adds them: beside -1e9 each order rounds differently,
         # and a difference of large sums is exact only if it is taken before it is added
         by_whole: dict[Element, list[int]] = {}
         for x in reversed(biases):
             step = builder.scaled(builder.element(*x.element), x.factor)
             by_whole.setdefault(x.whole, []).insert(0, step)
-        steps.extend(
-            x[0] if len(x) == 1 else builder.add("sum", tuple(x)) for x in by_whole.values()
-        )
+        for terms in by_whole.values():
+            steps.append(terms[0] if len(terms) == 1 else builder.apply(wide_sum, *terms))
         if are_raised:
-            steps = [builder.add("raised", x) for x in steps]
-        builder.add("sum", tuple(steps))
+            steps = [builder.apply(raised, x) for x in steps]
+        builder.apply(wide_sum, *steps)
         return self._pair_function(builder, "score" if core is not None else "bias")
 
     def _of_formulas(self, formulas: list[Formula], q_offset: int) -> PairFunction | None:
@@ -388,7 +395,7 @@ class _Translation:
         if not formulas:
             return None
         builder = Builder(self.roles, q_offset)
-        builder.add("all", tuple(builder.formula(x) for x in formulas))
+        builder.apply(all_true, *(builder.formula(x) for x in formulas))
         return self._pair_function(builder, "mask")
 
     def _pair_function(self, builder: Builder, kind: str) -> PairFunction:

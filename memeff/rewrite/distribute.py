@@ -18,7 +18,7 @@ import dataclasses
 from memeff.rewrite.axes import NoAttention, is_move, maker_of
 from memeff.rewrite.graph import Equation, Graph, Value
 from memeff.rewrite.recognise import Match, match
-from memeff.rewrite.softmax import may_be_softmax
+from memeff.rewrite.softmax_search import may_be_softmax
 from memeff.rewrite.softmax_sums import is_outer_product
 
 MOST_TERMS = 16  # a sum that is added to itself n times would have 2^n

@@ -38,14 +38,8 @@ from memeff.rewrite.axes import (
     take_factor,
 )
 from memeff.rewrite.graph import Equation, Graph, Value
-from memeff.rewrite.softmax import (
-    MOST_STEPS,
-    NO_SOFTMAX,
-    Softmax,
-    division_after,
-    find_softmax,
-    may_be_softmax,
-)
+from memeff.rewrite.softmax import MOST_STEPS, NO_SOFTMAX, Softmax, division_after
+from memeff.rewrite.softmax_search import find_softmax, may_be_softmax
 from memeff.rewrite.softmax_sums import factors_of_product, is_outer_product
 
 ONE_KEY = "the product with the values has one key only, so nothing is gained"

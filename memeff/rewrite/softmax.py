@@ -1,9 +1,7 @@
-"""Recognise a softmax over the keys, and the operations between it and the second product.
+"""Recognise a softmax over the keys, once what follows it is taken off (softmax_search.py: (a)).
 
-This is step (2) of recognise.py. From the operand of the second product inward:
+With e = base ** (s - shift), where the shift is the same for all keys, it is one of
 
-  (a) Take off factors, zeros and selections, until the rest is (b), (c) or (d), where
-      e = b ** (s - shift), and the shift is the same for all keys.
   (b) e / total or e * (1 / total), where total is the sum of e over the keys.
   (c) exp(s - lse), where lse is the logarithm of such a sum.
   (d) e alone, if the result of the second product is divided by the sum.
@@ -21,6 +19,7 @@ from typing import NamedTuple
 from memeff.rewrite.axes import (
     ELEMENTWISE,
     MOVES,
+    RESHAPES,
     Element,
     Index,
     Letter,
@@ -38,33 +37,24 @@ from memeff.rewrite.axes import (
     take_factor,
     values_before,
 )
-from memeff.rewrite.graph import Graph, Value
+from memeff.rewrite.graph import Equation, Graph, Value
 from memeff.rewrite.no_key import (
     MOST_EQUATIONS,
-    RowTest,
     guarded_sum,
-    read_test_of_logits,
-    read_test_of_sum,
     subtracts_maximum,
 )
 from memeff.rewrite.sinks import Column, find_column, sink_of, split_column
 from memeff.rewrite.softmax_sums import (
     depends,
     exponent,
-    factors_of,
-    is_outer_product,
     is_zeroing,
     reciprocal,
-    selected_rows,
     shown_in_sum,
     sums_keys,
-    unguarded,
     zeroed,
-    zeroed_product,
 )
 from memeff.rewrite.symbols import Formula
 
-NEAR = 100  # values before a product among which its exponential is sought
 MOST_STEPS = 400  # equations between the two products of attention
 NO_SOFTMAX = "no softmax"
 GUARDED_SUM = "a small sum is replaced, and perhaps not only in rows that see no key"
@@ -128,147 +118,13 @@ class Outside:
         return dataclasses.replace(self.showing(formula, 1.0), selected=(*self.selected, formula))
 
 
-def may_be_softmax(value: Value) -> bool:
-    """Return True if an exponential is among the few equations before a value."""
-
-    def is_mapped(x: Value) -> bool:
-        return x.op in ELEMENTWISE | MOVES or is_outer_product(x)
-
-    return any(x.op in ("exp", "exp2", "pow") for x in values_before(value, NEAR, is_mapped))
-
-
-def find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
-    """Return the softmax over `keys` that a value is, up to what `Outside` can say."""
-    softmax = _find_softmax(value, index, keys)
-    return dataclasses.replace(softmax, outside=_with_empty_rows(softmax, keys))
-
-
-def _with_empty_rows(softmax: Softmax, keys: tuple[Letter, ...]) -> Outside:
-    """Return what follows a softmax, with `empty_is_zero` in the place of selections that say it.
-
-    Such a selection tests the logits, as in where(isneginf(max(s)), 0, p). The factors within it
-    must be known numbers, because 0 times NaN or infinity is NaN.
-    """
-    outside = softmax.outside
-    factors = []
-    for operation, element in reversed(outside.factors):  # the innermost first
-        test = None
-        if operation in ("keep", "drop"):
-            test = _test_of_rows(element, softmax, keys)
-        if test is not None and all(known_number(x[0]) is not None for _, x in factors):
-            sets_zero = operation == "drop"  # the result of the test in rows that become 0
-            if test.if_hidden == sets_zero:
-                nan_is_zero = outside.nan_is_zero or test.if_nan == sets_zero
-                outside = dataclasses.replace(outside, empty_is_zero=True, nan_is_zero=nan_is_zero)
-                continue
-        factors.insert(0, (operation, element))
-    return dataclasses.replace(outside, factors=tuple(factors))
-
-
-def _test_of_rows(rows: Element, softmax: Softmax, keys: tuple[Letter, ...]) -> RowTest | None:
-    """Return what a condition of rows is if all logits are -inf, and if one of them is NaN.
-
-    Return None if it is not the opposite for all other rows.
-    """
-    test = read_test_of_logits(rows, softmax.logits, keys)
-    if test is not None or softmax.fraction is None or softmax.shown_in_sum:
-        return test
-    test = read_test_of_sum(rows, softmax.fraction[1])
-    if test is None or _subtracts_finite_maximum(softmax, keys):
-        return test
-    return RowTest(test.if_nan, test.if_nan)  # -inf - -inf is NaN, so the sum is NaN and not 0
-
-
-def _find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softmax:
-    """Return the softmax over `keys` with all selections of rows: (a)."""
-    outside = Outside()
-    for _ in range(MOST_STEPS):
-        element = chain(value, index)[-1]
-        softmax = _softmax_of(element, keys, outside)
-        if softmax is not None:
-            return softmax
-        (value, index), outside = _without_operation(element, keys, outside)
-    raise _stop(value)
-
-
-def _softmax_of(element: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax | None:
-    """Return the softmax that an element is, without an operation that follows: (b), (c) or (d)."""
-    if exponent(element) is not None:
-        return _of_exponential(element, keys, outside)
-    value, index = element
-    if value.op == "div":
-        numerator, denominator = operands_of(value, index)
-        if not depends(denominator, keys):
-            return _of_quotient(numerator, denominator, keys, outside)
-        if exponent(chain(*numerator)[-1]) is None:
-            raise NoAttention("a quotient")
-        raise NoMatch(
-            "exponentials are divided by something that depends on the keys, as where "
-            "the product sums over another axis than the softmax"
-        )
-    if _is_product(value):
-        factor, rest = _factor_and_rest(element, keys)
-        total = reciprocal(factor)
-        return None if total is None else _of_quotient(rest, total, keys, outside)
-    return None
-
-
-def _without_operation(
-    element: Element, keys: tuple[Letter, ...], outside: Outside
-) -> tuple[Element, Outside]:
-    """Take the last operation off an element. Return what it was applied to, and `outside` with it.
-
-    It is a factor of rows, a factor that is 0 or one number, or a selection.
-    """
-    value, index = element
-    if value.op == "div":
-        numerator, denominator = operands_of(value, index)
-        return numerator, outside.times("div", denominator)
-    if _is_product(value):
-        factor, rest = _factor_and_rest(element, keys)
-        if not depends(factor, keys):
-            return rest, outside.times("mul", factor)
-        inner, formula, number = zeroed_product(factor, rest)
-        return inner, outside.multiplying(formula, number)
-    if value.op != "select_n":
-        raise _stop(value)
-    guarded = unguarded(value, index)
-    if guarded is not None:
-        inner, is_nan = guarded
-        nan_is_zero = outside.nan_is_zero or is_nan
-        return inner, dataclasses.replace(outside, nan_is_zero=nan_is_zero, is_guarded=True)
-    selection = selected_rows(value, index, keys)
-    if selection is not None:
-        inner, operation, rows = selection
-        return inner, outside.selecting_rows(operation, rows)
-    inner, formula, _ = zeroed(value, index)
-    return inner, outside.selecting(formula)
-
-
-def _is_product(value: Value) -> bool:
-    """Return True for a product of two arrays that sums nothing."""
-    return value.op == "mul" or is_outer_product(value)
-
-
-def _factor_and_rest(product: Element, keys: tuple[Letter, ...]) -> tuple[Element, Element]:
-    """Return the factors of a product, first the one that does not depend on the keys, if any."""
-    first, second = factors_of(*product)
-    return (second, first) if depends(first, keys) else (first, second)
-
-
-def _stop(value: Value) -> NoAttention:
-    """Return the reason why a search ends at a value."""
-    stop = f"`{value.op}`" if value.op else "an input"
-    return NoAttention(f"the search stops at {stop}")
-
-
-def _of_quotient(
+def of_quotient(
     numerator: Element, denominator: Element, keys: tuple[Letter, ...], outside: Outside
 ) -> Softmax | None:
     """Return the softmax that a quotient is; None if it divides by something else than the sum."""
     total = guarded_sum(denominator)
     if total is not None:
-        softmax = _of_quotient(numerator, total, keys, outside)
+        softmax = of_quotient(numerator, total, keys, outside)
         return None if softmax is None else _with_guarded_sum(softmax, denominator, keys)
     forms = chain(*numerator)
     while is_zeroing(forms[-1][0]):
@@ -297,7 +153,7 @@ def _with_guarded_sum(softmax: Softmax, guard: Element, keys: tuple[Letter, ...]
     Such a row sees no key, because the maximum has an exponential of 1, unless the maximum is that
     of a hidden key. If the maximum of -inf is not replaced, the sum is NaN, and stays NaN.
     """
-    is_finite = _subtracts_finite_maximum(softmax, keys)
+    is_finite = subtracts_finite_maximum(softmax, keys)
     may_be_small = not is_finite or chain(*guard)[-1][0].op == "max"
     if softmax.shown_in_sum and may_be_small:
         raise NoMatch(GUARDED_SUM)
@@ -307,7 +163,7 @@ def _with_guarded_sum(softmax: Softmax, guard: Element, keys: tuple[Letter, ...]
     return dataclasses.replace(softmax, outside=outside)
 
 
-def _subtracts_finite_maximum(softmax: Softmax, keys: tuple[Letter, ...]) -> bool:
+def subtracts_finite_maximum(softmax: Softmax, keys: tuple[Letter, ...]) -> bool:
     """Return True if a finite number is subtracted from logits that are all -inf.
 
     Refuse programs that subtract something else than the maximum from other logits.
@@ -370,12 +226,12 @@ def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Sof
     return Softmax(logits, base * factor, outside)
 
 
-def _of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
+def of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
     """Return the softmax of exponentials that no sum divides before the product: (c) or (d)."""
     column = find_column(terms[1], keys)
     if column is not None:
         whole = terms[0], column.index
-        return _without_column(_of_exponential(whole, (column.letter,), outside), column)
+        return _without_column(of_exponential(whole, (column.letter,), outside), column)
     exponential = exponent(terms)
     assert exponential is not None
     power, base = exponential
@@ -469,55 +325,65 @@ def _is_sum_of(
 
 
 def division_after(graph: Graph, result: Element, softmax: Softmax) -> tuple[Element, Softmax]:
-    """Return the quotient of the second product by the sum of the exponentials.
+    """Return the quotient of the second product by the sum of the exponentials: (d).
 
     The sum may have the exponential of a sink, which the softmax that is returned has then too.
     """
-    assert softmax.unnormalised is not None
-    terms, keys = softmax.unnormalised
     value, index = result
     for _ in range(MOST_STEPS):
         consumers = graph.consumers.get(value, [])
         if len(consumers) != 1:
             break
         (equation,) = consumers
-        output = equation.outputs[0]
-        name = equation.eqn.primitive.name
-        if name in ("div", "mul") and output.shape != value.shape:
-            break  # a sum with more axes
-        if is_cast(output):
-            value = output
-        elif name == "transpose":
-            index = tuple(index[d] for d in equation.params["permutation"])
-            value = output
-        elif name in ("reshape", "squeeze", "expand_dims"):
-            index = regroup(index, output.shape)
-            value = output
-        elif name in ("div", "mul"):
-            inputs = [(x, fit(index, x)) for x in equation.inputs]
-            factors = [x for x in inputs if x[0] is not value]
-            if name == "div" and inputs[0][0] is value and factors:
-                total = factors[0]
-            else:
-                total = reciprocal(factors[0]) if name == "mul" and factors else None
-            if total is None:
+        moved = _index_after_move(equation, index)
+        if moved is None:
+            total = _divisor(equation, value, index)
+            divided = None if total is None else _with_division(softmax, total)
+            if divided is None:
                 break
-            guarded = guarded_sum(total)
-            shown = shown_in_sum(guarded or total, chain(*terms), keys)
-            if shown is not None:
-                softmax = dataclasses.replace(softmax, shown_in_sum=shown)
-                if guarded is not None:
-                    softmax = dataclasses.replace(softmax, fraction=(chain(*terms)[-1], guarded))
-                    softmax = _with_guarded_sum(softmax, total, keys)
-                return (output, index), softmax
-            if softmax.sink is None:
-                with_sink = _with_added_sink(terms, total, keys, softmax.outside)
-                if with_sink is not None:
-                    return (output, index), with_sink
-            break
-        else:
-            break
+            return (equation.outputs[0], index), divided
+        value, index = equation.outputs[0], moved
     raise NoMatch("exponentials are not divided by their sum over the keys, or not by that alone")
+
+
+def _index_after_move(equation: Equation, index: Index) -> Index | None:
+    """Return the index that an element has after a cast or a move; None for other equations."""
+    output = equation.outputs[0]
+    if is_cast(output):
+        return index
+    if output.op == "transpose":
+        return tuple(index[d] for d in equation.params["permutation"])
+    return regroup(index, output.shape) if output.op in RESHAPES else None
+
+
+def _divisor(equation: Equation, value: Value, index: Index) -> Element | None:
+    """Return x if an equation computes value / x or value * (1 / x); None for other equations."""
+    name = equation.eqn.primitive.name
+    if name not in ("div", "mul") or equation.outputs[0].shape != value.shape:
+        return None
+    factors = [(x, fit(index, x)) for x in equation.inputs if x is not value]
+    if not factors:
+        return None
+    if name == "mul":
+        return reciprocal(factors[0])
+    return factors[0] if equation.inputs[0] is value else None
+
+
+def _with_division(softmax: Softmax, total: Element) -> Softmax | None:
+    """Return the softmax of exponentials divided by `total`; None if that is not their sum."""
+    assert softmax.unnormalised is not None
+    terms, keys = softmax.unnormalised
+    guarded = guarded_sum(total)
+    shown = shown_in_sum(guarded or total, chain(*terms), keys)
+    if shown is None:
+        if softmax.sink is not None:
+            return None
+        return _with_added_sink(terms, total, keys, softmax.outside)
+    softmax = dataclasses.replace(softmax, shown_in_sum=shown)
+    if guarded is None:
+        return softmax
+    softmax = dataclasses.replace(softmax, fraction=(chain(*terms)[-1], guarded))
+    return _with_guarded_sum(softmax, total, keys)
 
 
 def _without_shift(element: Element, keys: tuple[Letter, ...]) -> tuple[Element, float]:

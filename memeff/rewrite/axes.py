@@ -73,7 +73,7 @@ Element = tuple[Value, Index]
 
 
 def new_index(shape: Sequence[int]) -> Index:
-    """Return an index with a new letter for each dim of more than one element."""
+    """Return an index with a new letter for each dim of more than one element, () for others."""
     return tuple((Letter(size),) if size != 1 else () for size in shape)
 
 
@@ -109,7 +109,11 @@ def count_positions(letters: Iterable[Letter]) -> int:
 
 
 def regroup(index: Index, shape: Sequence[int]) -> Index:
-    """Return the index, into an array of `shape`, of the element that `index` has in a reshape."""
+    """Return the index, into an array of `shape`, of the element that `index` has in a reshape.
+
+    With letters a of size 6 and b of size 4, the index ((a,), (b,)) becomes ((a, b),) for the shape
+    (24,), and ((a1,), (a2, b)) for (2, 12), which splits a into a1 of size 2 and a2 of size 3.
+    """
     rest: list[Any] = []
     for dim in index:
         rest.extend([dim] if isinstance(dim, Slice) else expand(dim))
@@ -331,7 +335,7 @@ def _known_number(value: Value) -> Any:
 
 
 def take_factor(element: Element, factor: float) -> tuple[Element, float] | None:
-    """Take a known number off a product or a quotient.
+    """Take a known number off a product or a quotient: of x / 4, times 2, return x and 0.5.
 
     Return x and c such that the element times `factor` is x times c. Return None if there is no
     such number, or if it is 0 or not finite.

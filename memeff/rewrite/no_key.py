@@ -38,7 +38,7 @@ MOST_EQUATIONS = 24  # between a maximum and what is subtracted
 
 @dataclasses.dataclass(frozen=True)
 class Test:
-    """A test of one element: what it gives for each sample."""
+    """A test of one element, such as x > 0, and what it gives for each sample of x."""
 
     tested: Element
     results: tuple[Any, ...]

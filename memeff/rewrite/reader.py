@@ -51,7 +51,11 @@ class Reader:
         self._depth = 0
 
     def read(self, value: Value, index: Index) -> Symbol:
-        """Return what the element of `value` at `index` is."""
+        """Return what the element of `value` at `index` is.
+
+        That of arange(T)[:, None] >= arange(S) is a choice between True and False, whose condition
+        is that row - column is at least 0.
+        """
         index = expand_all(index)
         key = id(value), index
         if key in self._known:

@@ -118,13 +118,13 @@ class Outside:
         return dataclasses.replace(self.showing(formula, 1.0), selected=(*self.selected, formula))
 
 
-def of_quotient(
+def softmax_of_quotient(
     numerator: Element, denominator: Element, keys: tuple[Letter, ...], outside: Outside
 ) -> Softmax | None:
     """Return the softmax that a quotient is; None if it divides by something else than the sum."""
     total = guarded_sum(denominator)
     if total is not None:
-        softmax = of_quotient(numerator, total, keys, outside)
+        softmax = softmax_of_quotient(numerator, total, keys, outside)
         return None if softmax is None else _with_guarded_sum(softmax, denominator, keys)
     forms = chain(*numerator)
     while is_zeroing(forms[-1][0]):
@@ -142,7 +142,7 @@ def of_quotient(
         return _with_added_sink(forms[-1], denominator, keys, outside)
     if exponent(forms[-1]) is None:
         raise NoAttention("a quotient by a sum")
-    softmax = _of_terms(forms[-1], keys, outside)
+    softmax = _softmax_of_terms(forms[-1], keys, outside)
     fraction = forms[-1], denominator
     return dataclasses.replace(softmax, shown_in_sum=shown, fraction=fraction)
 
@@ -187,7 +187,7 @@ def _with_column(
     whole = terms, column.index
     if exponent(whole) is None or shown_in_sum(denominator, [whole], (column.letter,)) != ():
         return None
-    return _without_column(_of_terms(whole, (column.letter,), outside), column)
+    return _without_column(_softmax_of_terms(whole, (column.letter,), outside), column)
 
 
 def _without_column(softmax: Softmax, column: Column) -> Softmax:
@@ -209,7 +209,7 @@ def _with_added_sink(
         if shown_in_sum(part, [terms], keys) != ():
             continue
         logits, shifts = _shifts(power, keys)
-        softmax = _of_terms(terms, keys, outside)
+        softmax = _softmax_of_terms(terms, keys, outside)
         if chain(*softmax.logits)[-1] != logits or softmax.base != base or len(shifts) > 1:
             return None
         sink = sink_of(extra, base, shifts[0].element if shifts else None)
@@ -217,7 +217,7 @@ def _with_added_sink(
     return None
 
 
-def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
+def _softmax_of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
     """Return the softmax of which `terms` are the exponentials."""
     exponential = exponent(terms)
     assert exponential is not None
@@ -226,12 +226,12 @@ def _of_terms(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Sof
     return Softmax(logits, base * factor, outside)
 
 
-def of_exponential(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
+def softmax_of_exponentials(terms: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax:
     """Return the softmax of exponentials that no sum divides before the product: (c) or (d)."""
     column = find_column(terms[1], keys)
     if column is not None:
         whole = terms[0], column.index
-        return _without_column(of_exponential(whole, (column.letter,), outside), column)
+        return _without_column(softmax_of_exponentials(whole, (column.letter,), outside), column)
     exponential = exponent(terms)
     assert exponential is not None
     power, base = exponential
@@ -262,7 +262,7 @@ def _unnormalised(terms: Element, keys: tuple[Letter, ...], outside: Outside) ->
     if any(operation in ("keep", "drop") for operation, _ in outside.factors):
         raise NoMatch("whole rows of the exponentials are set to 0 by a selection")
     # The division follows the selections, and makes NaN of 0 / 0.
-    softmax = _of_terms(terms, keys, dataclasses.replace(outside, selected=()))
+    softmax = _softmax_of_terms(terms, keys, dataclasses.replace(outside, selected=()))
     return dataclasses.replace(softmax, unnormalised=(terms, keys))
 
 

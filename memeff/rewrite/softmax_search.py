@@ -28,8 +28,8 @@ from memeff.rewrite.softmax import (
     MOST_STEPS,
     Outside,
     Softmax,
-    of_exponential,
-    of_quotient,
+    softmax_of_exponentials,
+    softmax_of_quotient,
     subtracts_finite_maximum,
 )
 from memeff.rewrite.softmax_sums import (
@@ -103,22 +103,22 @@ def _find_softmax(value: Value, index: Index, keys: tuple[Letter, ...]) -> Softm
     outside = Outside()
     for _ in range(MOST_STEPS):
         element = chain(value, index)[-1]
-        softmax = _softmax_of(element, keys, outside)
+        softmax = _as_softmax(element, keys, outside)
         if softmax is not None:
             return softmax
         (value, index), outside = _without_operation(element, keys, outside)
     raise _stop(value)
 
 
-def _softmax_of(element: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax | None:
+def _as_softmax(element: Element, keys: tuple[Letter, ...], outside: Outside) -> Softmax | None:
     """Return the softmax that an element is, without an operation that follows: (b), (c) or (d)."""
     if exponent(element) is not None:
-        return of_exponential(element, keys, outside)
+        return softmax_of_exponentials(element, keys, outside)
     value, index = element
     if value.op == "div":
         numerator, denominator = operands_of(value, index)
         if not depends(denominator, keys):
-            return of_quotient(numerator, denominator, keys, outside)
+            return softmax_of_quotient(numerator, denominator, keys, outside)
         if exponent(chain(*numerator)[-1]) is None:
             raise NoAttention("a quotient")
         raise NoMatch(
@@ -128,7 +128,7 @@ def _softmax_of(element: Element, keys: tuple[Letter, ...], outside: Outside) ->
     if _is_product(value):
         factor, rest = _factor_and_rest(element, keys)
         total = reciprocal(factor)
-        return None if total is None else of_quotient(rest, total, keys, outside)
+        return None if total is None else softmax_of_quotient(rest, total, keys, outside)
     return None
 
 

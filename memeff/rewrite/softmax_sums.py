@@ -166,10 +166,11 @@ def reciprocal(element: Element) -> Element | None:
 def shown_in_sum(
     total: Element, terms: list[Element], keys: tuple[Letter, ...]
 ) -> tuple[Formula, ...] | None:
-    """Return which terms are summed if `total` is their sum over the keys; None if it is not.
+    """Return which terms are summed: (a,) for where(a, e, 0).sum(), and () for e.sum().
 
-    `terms` are forms of the same terms, some of which may have zeros. Terms with zeros are found
-    first, so that their zeros count for both.
+    Return None if `total` is no sum of the terms over the keys. `terms` are forms of the same
+    terms, some of which may have zeros. Terms with zeros are found first, so that their zeros count
+    for both.
     """
     value, index = chain(*total)[-1]
     if value.op != "reduce_sum":

@@ -17,6 +17,7 @@ mask that was added before, and then the hidden keys get the probability.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 
@@ -34,40 +35,40 @@ from memeff.rewrite.terms import (
     ZERO,
     BiasTerm,
     Core,
-    Layer,
+    Layers,
     Logits,
     MaskTerm,
     Scaling,
 )
 
 
-def with_meaning_of_empty_rows(match: Match, layers: list[Layer], inner: Scaling | Core) -> Logits:
+def with_meaning_of_empty_rows(match: Match, layers: Layers) -> Logits:
     """Return the logits in the form that keeps the meaning of rows that see no key."""
-    masks = _masks(layers)
-    biases = _biases(layers)
-    condition = both(*(x.condition for x in masks))
-    may_be_low = _may_be_low(biases, inner)
+    condition = layers.condition
+    may_be_low = _may_be_low(layers.biases, layers.inner)
     if condition == Known(True):
-        return Logits(condition, None, biases, inner)
-    lows = [x.low for x in masks if math.isfinite(x.low)]
+        return layers.logits(condition)
+    lows = [x.low for x in layers.masks if math.isfinite(x.low)]
     meaning = _meaning_of_empty_rows(layers)
     if meaning == MEAN and any(is_random(x) for x in match.softmax.outside.shown):
         meaning = None  # dropout drops some of the values
     if not lows or not may_be_low:
         if no_row_is_empty(match, condition):
-            return Logits(condition, None, biases, inner)
+            return layers.logits(condition)
         if match.softmax.loses_log and meaning != NAN:
             raise NoMatch(
                 "exp(s - logsumexp(s)) gives the sum of the values in rows that see no key"
             )
         if meaning is not None:
-            return Logits(condition, meaning, biases, inner)
-    exact = _without_masks(layers, inner)
+            return layers.logits(condition, meaning)
+    exact = _without_masks(layers)
     if not match.over_pairs(formula_letters(condition)):
         return exact
     # exp of the distance of a hidden logit to one above `lowest` is 0
     lowest = max(lows, default=-math.inf) / 2
-    return Logits(condition, None, biases, inner, exact, lowest, _replacing_low(layers))
+    return dataclasses.replace(
+        layers.logits(condition), exact=exact, lowest=lowest, low=_replacing_low(layers)
+    )
 
 
 def check_logarithm(match: Match, logits: Logits) -> None:
@@ -76,16 +77,6 @@ def check_logarithm(match: Match, logits: Logits) -> None:
         raise NoMatch(
             "exp(s - logsumexp(s)) loses the logarithm where a bias or a score is very low"
         )
-
-
-def _masks(layers: list[Layer]) -> list[MaskTerm]:
-    """Return the masks among the terms."""
-    return [x.term for x in layers if isinstance(x.term, MaskTerm)]
-
-
-def _biases(layers: list[Layer]) -> tuple[BiasTerm, ...]:
-    """Return the biases among the terms."""
-    return tuple(x.term for x in layers if isinstance(x.term, BiasTerm))
 
 
 def _may_be_low(biases: tuple[BiasTerm, ...], inner: Scaling | Core) -> bool:
@@ -104,7 +95,7 @@ def _is_small(bias: BiasTerm) -> bool:
     return bool(numbers) and all(abs(float(x) * bias.factor) <= LARGEST_SHIFT for x in numbers)
 
 
-def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
+def with_zeros(match: Match, layers: Layers, shown: Formula) -> Logits:
     """Return the logits where probabilities are set to 0 unless `shown`, or are not summed.
 
     In a row that sees no key the program gives, before it sets zeros, NaN if all logits are -inf
@@ -112,16 +103,14 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
     they hide all that the masks hide. But only a selection makes 0 of NaN: where(visible, p, 0),
     and not p * visible.
     """
-    masks = _masks(layers)
-    biases = _biases(layers)
-    before = _parts(x.condition for x in masks)
+    before = _parts([layers.condition])
     after = _parts([shown])
     summed = _parts(match.softmax.shown_in_sum)
     _check_zeros(match, before, after, summed)
-    lows = {x.low for x in masks}
+    lows = {x.low for x in layers.masks}
     outside = match.softmax.outside
     replaces_nan = outside.nan_is_zero or outside.sum_is_guarded
-    may_be_low = _may_be_low(biases, inner)
+    may_be_low = _may_be_low(layers.biases, layers.inner)
     if may_be_low and any(math.isfinite(x) for x in lows):
         raise NoMatch(
             "a mask after the softmax, and a bias or a score that may be as low as the mask"
@@ -131,9 +120,9 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
         raise NoMatch(
             "NaN becomes 0, and a bias or a score may be so low that no exponential is left"
         )
-    condition = both(shown, *(x.condition for x in masks))
+    condition = both(shown, layers.condition)
     if no_row_is_empty(match, condition):
-        return Logits(condition, None, biases, inner)
+        return layers.logits(condition)
     if before <= after:
         selected = _parts(x for x in outside.selected if not is_random(x))
         is_multiplied = not all(is_random(x) for x in outside.multiplied)
@@ -141,9 +130,9 @@ def with_zeros(match: Match, layers: list[Layer], inner: Scaling | Core, shown: 
         is_nan = bool(summed) or lows == {-math.inf}
         is_finite = not summed and -math.inf not in lows
         if is_nan and not (selected or is_multiplied or replaces_nan):
-            return Logits(condition, NAN, biases, inner)
+            return layers.logits(condition, NAN)
         if (is_finite or replaces_nan or after <= selected) and not may_be_low:
-            return Logits(condition, ZERO, biases, inner)
+            return layers.logits(condition, ZERO)
     raise NoMatch(
         "masks before and after the softmax give different results to rows that see no key"
     )
@@ -168,56 +157,53 @@ def _parts(formulas: Iterable[Formula]) -> set[Formula]:
     return set(conjuncts(both(*formulas)))
 
 
-def with_sink(match: Match, layers: list[Layer], inner: Scaling | Core, shown: Formula) -> Logits:
+def with_sink(match: Match, layers: Layers, shown: Formula) -> Logits:
     """Return the logits beside a sink, which leaves 0 to rows that see no key, as in memeff."""
     assert match.softmax.sink is not None
     number = known_number(match.softmax.sink[0])
     if number is not None and not number * match.softmax.base > HIDDEN:
         raise NoMatch(f"a column of {number:g} beside the logits is no sink, because it hides")
-    masks = _masks(layers)
-    biases = _biases(layers)
-    condition = both(*(x.condition for x in masks))
+    condition = layers.condition
     if not _parts([shown]) <= _parts([condition]):
         raise NoMatch("a mask after the softmax hides other keys than the mask before it")
-    return Logits(condition, None, biases, inner)
+    return layers.logits(condition)
 
 
-def _without_masks(layers: list[Layer], inner: Scaling | Core) -> Logits:
+def _without_masks(layers: Layers) -> Logits:
     """Return the logits with added masks as biases.
 
     A mask that replaces logits, and all that is within it, becomes a score function.
     """
     biases: list[BiasTerm] = []
-    for layer in layers:
+    for layer in layers.ordered:
         if isinstance(layer.term, BiasTerm):
             biases.append(layer.term)
         elif layer.as_bias is not None:
             biases.append(layer.as_bias)
         else:
             return Logits(Known(True), None, tuple(biases), layer.outside)
-    return Logits(Known(True), None, tuple(biases), inner)
+    return Logits(Known(True), None, tuple(biases), layers.inner)
 
 
-def _replacing_low(layers: list[Layer]) -> float | None:
+def _replacing_low(layers: Layers) -> float | None:
     """Return the number that masks outside all biases put in the place of hidden logits."""
-    masks = _masks(layers)
-    are_outside = all(isinstance(x.term, MaskTerm) for x in layers[: len(masks)])
+    masks = layers.masks
+    are_outside = all(isinstance(x.term, MaskTerm) for x in layers.ordered[: len(masks)])
     lows = {x.low for x in masks}
     if not are_outside or len(lows) != 1 or any(x.is_added for x in masks):
         return None
     return lows.pop()
 
 
-def _meaning_of_empty_rows(layers: list[Layer]) -> str | None:
+def _meaning_of_empty_rows(layers: Layers) -> str | None:
     """Return MEAN or NAN if all rows that see no key give the same; None if they may differ."""
-    masks = _masks(layers)
-    lows = {x.low for x in masks}
+    lows = {x.low for x in layers.masks}
     if len(lows) != 1:
         return None
     (low,) = lows
     if low == -math.inf:
         return NAN
-    if _biases(layers):
+    if layers.biases:
         return None  # a bias may hide keys too, and a row may then see hidden keys alone
     # A mask that is added leaves the derivative of such a row with respect to the logits.
-    return None if any(x.is_added for x in masks) else MEAN
+    return None if any(x.is_added for x in layers.masks) else MEAN

@@ -34,6 +34,7 @@ from memeff.rewrite.terms import (
     BiasTerm,
     Core,
     Layer,
+    Layers,
     Logits,
     MaskTerm,
     Scaling,
@@ -56,18 +57,18 @@ class Dependence:
 
 def take_apart(match: Match, reader: Reader, depends: Dependence) -> Logits:
     """Return the logits of a match in memeff's terms."""
-    layers, inner = _Walk(match, reader, depends).layers()
+    layers = _Walk(match, reader, depends).layers()
     softmax = match.softmax
     dropout = [x for x in softmax.outside.shown if is_random(x)]
     shown = [x for x in softmax.outside.shown if x not in dropout]
     if len(dropout) > 1:
         raise NoMatch("dropout of the probabilities, twice")
     if softmax.sink is not None:
-        logits = with_sink(match, layers, inner, both(*shown))
+        logits = with_sink(match, layers, both(*shown))
     elif shown or softmax.shown_in_sum:
-        logits = with_zeros(match, layers, inner, both(*shown))
+        logits = with_zeros(match, layers, both(*shown))
     else:
-        logits = with_meaning_of_empty_rows(match, layers, inner)
+        logits = with_meaning_of_empty_rows(match, layers)
     if not dropout:
         return logits
     exact = logits.exact
@@ -101,15 +102,15 @@ class _Walk:
         self.casts: list[tuple[Any, float]] = []  # dtypes outside, with the factor outside of each
         self.taken: list[Layer] = []
 
-    def layers(self) -> tuple[list[Layer], Scaling | Core]:
+    def layers(self) -> Layers:
         """Return the terms, the outermost first, and what is within them."""
         while True:
             core = Core((self.value, self.index), self.factor)
             scaling = self._scaling(core)
             if scaling is not None:
-                return self.taken, scaling
+                return Layers(self.taken, scaling)
             if not self._step():
-                return self.taken, core
+                return Layers(self.taken, core)
 
     def _step(self) -> bool:
         """Take off one equation: a term, a factor or a move. Return False if none can be."""

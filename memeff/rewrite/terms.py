@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from memeff.rewrite.axes import Element
-from memeff.rewrite.symbols import Formula
+from memeff.rewrite.symbols import Formula, both
 
 # A logit of this or less hides its key, because exp(s - m) of it is 0 beside any logit of a model.
 # Programs write -1e9 or less; log(2) of it is what exp2 leaves.
@@ -73,3 +73,30 @@ class Layer:
     term: MaskTerm | BiasTerm
     outside: Core  # the logits with this term
     as_bias: BiasTerm | None = None  # the same term as a bias, if it is added
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """The terms of the logits, the outermost first, and what is within all of them."""
+
+    ordered: list[Layer]
+    inner: Scaling | Core
+
+    @property
+    def masks(self) -> list[MaskTerm]:
+        """Return the masks among the terms."""
+        return [x.term for x in self.ordered if isinstance(x.term, MaskTerm)]
+
+    @property
+    def biases(self) -> tuple[BiasTerm, ...]:
+        """Return the biases among the terms."""
+        return tuple(x.term for x in self.ordered if isinstance(x.term, BiasTerm))
+
+    @property
+    def condition(self) -> Formula:
+        """Return the condition under which no mask hides a key."""
+        return both(*(x.condition for x in self.masks))
+
+    def logits(self, condition: Formula, empty_rows: str | None = None) -> Logits:
+        """Return the logits with one mask for all, or without one if it is always true."""
+        return Logits(condition, empty_rows, self.biases, self.inner)

@@ -130,6 +130,24 @@ def test_partitioned_initialisers_are_kept():
     assert module.value.kernel.get_metadata()["note"] == "heads"
 
 
+def test_captures_by_class_are_flaxes():
+    """Such a filter captures the output, and no method or function of memeff's own."""
+
+    def captured(cls, **constructor):
+        module = cls(num_heads=N, decode=True, **constructor)
+        variables = module.init(jax.random.key(0), X)
+
+        def is_attention(part, _):
+            return isinstance(part, flax_linen.MultiHeadDotProductAttention)
+
+        apply = functools.partial(module.apply, capture_intermediates=is_attention)
+        _, written = jax.jit(functools.partial(apply, mutable=["cache"]))(variables, X[:, :1])
+        return jax.tree.map(jnp.shape, written["intermediates"])
+
+    ours, flaxes = LINEN
+    assert captured(ours, mask_fn=lambda *pair: pair[2] >= pair[3]) == captured(flaxes)
+
+
 # ---- where memeff's modules differ from Flax's
 
 

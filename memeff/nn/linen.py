@@ -197,6 +197,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             out = cache.nan_where_full(out, position, key.shape[-3])
         return project_out(out)
 
+    @linen.nowrap
     def _project(
         self, inputs_q: Array, inputs_k: Array, inputs_v: Array
     ) -> tuple[Array, Array, Array]:
@@ -223,6 +224,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             key = linen.LayerNorm(use_bias=False, name="key_ln", **common)(key)
         return query, key, value
 
+    @linen.nowrap
     def _function_keywords(self, decodes: bool) -> dict[str, Any]:
         """Create the parameters of the attributes; return their keywords of `attention_fn`."""
         qk_einsum = self.qk_attn_weights_einsum_cls
@@ -243,6 +245,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             sinks=sinks,
         )
 
+    @linen.nowrap
     def _learned(self, name: str, kind: type, init: Callable[[Array], Any] | None) -> Any:
         """Return what `init` makes, with its arrays as parameters; None if `init` is None."""
         if init is None:
@@ -250,6 +253,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         params = self.param(f"{name.removesuffix('_fn')}_params", lambda key: init(key).params)
         return dataclasses.replace(evaluate_init(name, kind, init), params=params)
 
+    @linen.nowrap
     def _update_cache(
         self, query: Array, key: Array, value: Array
     ) -> tuple[Array, Array, Array | None]:

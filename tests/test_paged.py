@@ -149,14 +149,16 @@ def test_gradients_of_pages_are_those_of_their_tokens():
 def test_missing_pages_raise_no_alarm_of_debug_nans():
     q = np.ones((2, 1, 4, H), f32)
     pages = np.ones((3, 4, K, H), f32)
-    table = np.array([[0, 2], [1, -1]])
 
-    def total(q, pages):
-        return paged_attention(q, pages, pages, table, [5, 2], is_causal=True).sum()
+    def total(q, pages, table, lengths, window):
+        call = functools.partial(paged_attention, is_causal=True, local_window_size=window)
+        return call(q, pages, pages, np.array(table), lengths).sum()
 
     strict = jax.numpy_dtype_promotion("strict")
     with strict, jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
-        gradients = jax.grad(total, (0, 1))(q, pages)
+        gradients = jax.grad(total, (0, 1))(q, pages, [[0, 2], [1, -1]], [5, 2], None)
+        hidden = jax.grad(total, 1)(q, pages, [[-1, 2], [1, -1]], [8, 2], (2, 0))
+    assert (hidden[:, :, 0, 0] != 0).astype(int).tolist() == [[0] * 4, [1, 1, 0, 0], [0, 1, 1, 1]]
     seen = [gradients[1][page, token, 0, 0] != 0 for page in range(3) for token in range(4)]
     assert seen == [True] * 4 + [True, True, False, False] + [True] + [False] * 3
 
@@ -194,6 +196,37 @@ def test_a_page_that_is_missing_gives_nan_where_it_cannot_be_refused():
         out = jax.jit(functools.partial(paged_attention, is_causal=True))(q, *pages, bad, LENGTHS)
         assert np.isnan(out[1]).all()
         assert_bits(out[0], whole[0])
+
+
+def test_pages_that_no_query_sees_may_be_missing():
+    """A call is refused outside jit if and only if it gives NaN under jit."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, 4, H)).astype(f32)
+    pages = rng.standard_normal((9, 2, K, H)).astype(f32)
+    refused = []
+    for options in (
+        dict(local_window_size=(3, 0)),
+        dict(local_window_size=(2, 1)),
+        dict(is_causal=True),
+        {},
+    ):
+        call = functools.partial(paged_attention, q, pages, pages, **options)
+        traced = jax.jit(call)
+        for _ in range(12):
+            table = rng.permutation(8).reshape(2, 4) + 1
+            table[rng.random((2, 4)) < 0.2] = -1
+            lengths = rng.integers(0, 9, 2)
+            positions = dict(
+                q_offset=lengths - rng.integers(1, 6, 2), query_seq_lengths=rng.integers(0, 4, 2)
+            )
+            out = traced(table, lengths, **positions)
+            refused.append(bool(np.isnan(out).any()))
+            if refused[-1]:
+                with pytest.raises(ValueError, match="Name a page for each token that a query see"):
+                    call(table, lengths, **positions)
+            else:
+                assert_bits(call(table, lengths, **positions), out)
+    assert 5 < sum(refused) < 43
 
 
 # ---- the cache
@@ -492,8 +525,8 @@ WRONG = raising(
     (dict(key_pages=np.ones((1, 257, K, H), f32)), "pages of 257 tokens"),
     (dict(page_table=TABLE[:1]), r"page_table must have shape \(B=2, pages"),
     (dict(page_table=TABLE + 4), "page_table names page 6, and key_pages has 5"),
-    (dict(lengths=[8, 5]), "lengths: sequence 1 has 5 tokens.*page_table names pages for 4"),
-    (dict(lengths=[9, 4]), "lengths: sequence 0 has 9 tokens.*page_table names pages for 8"),
+    (dict(lengths=[8, 5]), "sequence 1 see tokens 0 to 4, .*page_table names no page for token 4"),
+    (dict(lengths=[9, 4]), "lengths must lie between 0 and n . page=8; got 4 to 9"),
     (dict(lengths=[-1, 4]), "lengths must lie between 0 and n . page=8; got -1 to 4"),
     (dict(lengths=[8]), r"lengths must have shape \(B=2,\)"),
     (dict(key_scales=np.ones(3)), "key_pages is float32, which does not take key_sc"),
@@ -523,7 +556,7 @@ WRONG += raising(
         dict(key_pages=PAGES.astype(np.int8), key_scales=np.ones((5, 2, 4), np.int32)),
         "key_scales must be float32; got int32. Cast it",
     ),
-    ({"is_causal": {1}}, "is_causal must be an array or hashable .* got set {1}"),
+    ({"is_causal": {1}}, "is_causal must be True or False .* got set {1}"),
     ({"chunk_size": {2}}, "chunk_size must be an array or hashable"),
     ({"scale": np.array(None)}, "scale has dtype object, which JAX does not support"),
     ({"windw": 1}, "memeff.paged_attention got an unexpected keyword argument: windw"),

@@ -16,6 +16,7 @@ from memeff.call import prepare, run_attention, to_public
 from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.inputs import kind_of, refuse_symbolic, to_array
+from memeff.masking import key_range
 from memeff.problem import Operands, sum_dtype
 from memeff.query_positions import check_query_positions, nan_without_params
 from memeff.shape import CallShape
@@ -134,9 +135,15 @@ def _forward_jvp(chosen: Chosen, want_lse: bool, primals: Any, tangents: Any) ->
         key: Any = operands.key
         value: Any = operands.value
         assert operands.kv_lengths is not None
-        # Tokens behind the end are hidden. Those without a page are NaN, and jax.debug_nans would
-        # find them in what the forward keeps for the gradient.
-        exists = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < operands.kv_lengths[:, None]
+        # Tokens that no query sees may have no page. They would be NaN, and jax.debug_nans would
+        # find that in what the forward keeps for the gradient.
+        offset = chosen.problem.q_offset if operands.q_offset is None else operands.q_offset
+        start, end, _, _ = key_range(chosen.problem, offset, 0, operands.query.shape[1] - 1)
+        end = operands.kv_lengths if end is None else jnp.minimum(operands.kv_lengths, end)
+        cols = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+        exists = cols < end[:, None]
+        if start is not None:
+            exists &= cols >= jnp.reshape(start, (-1, 1))
         key, value = (jnp.where(exists[..., None, None], x.whole(), 0) for x in (key, value))
         return attend(chosen, want_lse, operands._replace(key=key, value=value))
 

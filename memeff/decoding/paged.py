@@ -13,9 +13,11 @@ from memeff.arguments import CachedOptions, bind_arguments
 from memeff.decoding.attend import attend_stored
 from memeff.decoding.storage import EIGHT_BITS, check_scales
 from memeff.inputs import check_integers, known_values, refuse_symbolic, to_array, to_int32
+from memeff.masking import key_range
+from memeff.problem import Problem
 from memeff.shape import CallShape
 from memeff.stored import StoredKeys
-from memeff.validate import check_head_size, check_lengths, check_offset
+from memeff.validate import check_head_size, check_lengths, check_offset, check_window
 
 MOST_TOKENS = 256  # of a page
 
@@ -86,10 +88,10 @@ def paged_attention(
         int8 or float8_e4m3fn with `key_scales`.
       value_pages: [pages, page, K, D].
       page_table: [B, n], integers: the pages of each sequence in the order of its tokens, and -1
-        beyond its end.
+        beyond its end. Pages that causal order or a window hides from all queries may be -1, too.
+        Any other token without a page is refused where that is known, and gives NaN under jit.
       lengths: [B], integers: the tokens of each sequence, up to n * page. More are refused where
-        that is known, and count as n * page under jit. A token whose page is -1 or does not exist
-        is refused where that is known, and gives NaN under jit.
+        that is known, and count as n * page under jit.
       is_causal, query_seq_lengths: as in `dot_product_attention`.
       q_offset: the position of query row 0 of each sequence, an int or [B]. Default: lengths - T,
         so that the queries are the newest tokens.
@@ -130,14 +132,17 @@ def paged_attention(
     lengths = check_integers("lengths", lengths)
     if lengths.shape != query.shape[:1]:
         raise ValueError(f"lengths must have shape (B={query.shape[0]},); got {lengths.shape}.")
-    _check_pages(key, lengths)
     shape = CallShape.of(query, key, value)
     check_lengths(shape, "lengths", lengths, "n * page", shape.S)
-    check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T)
+    rows = check_lengths(shape, "query_seq_lengths", query_seq_lengths, "T", shape.T)
     if q_offset is None:
         # in int32, because the difference of unsigned numbers would wrap
         q_offset = jnp.minimum(to_int32(lengths), shape.S) - shape.T
-    check_offset(shape, q_offset)
+    offset, static_offset = check_offset(shape, q_offset)
+    window = check_window(options.get("local_window_size"), is_causal)
+    rows = shape.T if rows is None else rows
+    offset = static_offset if offset is None else offset
+    _check_pages(key, _seen_tokens(window, lengths, offset, rows))
     arguments = bind_arguments(
         "paged_attention",
         query,
@@ -206,8 +211,8 @@ def _stored(query: Array, pages: Any, scales: Any, table: Any) -> tuple[StoredKe
     return both[0], both[1]
 
 
-def _check_pages(key: StoredKeys, lengths: Array) -> None:
-    """Refuse pages that do not exist and lengths beyond a sequence's pages, if both are known."""
+def _check_pages(key: StoredKeys, seen: tuple[Any, Any] | None) -> None:
+    """Refuse pages that do not exist, and `seen` tokens without a page, where known."""
     assert key.table is not None
     count, page = key.values.shape[:2]
     table = known_values(key.table)
@@ -218,14 +223,35 @@ def _check_pages(key: StoredKeys, lengths: Array) -> None:
             f"page_table names page {table.max()}, and key_pages has {count}: pages are numbered "
             "from 0, and -1 stands beyond the end of a sequence."
         )
-    room = page * leading_pages(table)
-    known = known_values(lengths)
-    if known is not None and (known > room).any():
-        b = (known > room).argmax()
+    if seen is None:
+        return
+    start, end = (x[:, None] for x in seen)
+    first = page * np.arange(table.shape[1])  # token of each page
+    lacking = np.argwhere((table < 0) & (first < end) & (start < first + page))
+    if len(lacking):
+        b, n = lacking[0]
         raise ValueError(
-            f"lengths: sequence {b} has {known[b]} tokens, and its row of page_table names pages "
-            f"for {room[b]}. Name a page for each token."
+            f"lengths: queries of sequence {b} see tokens {start[b, 0]} to {end[b, 0] - 1}, and "
+            f"its row of page_table names no page for token {max(n * page, start[b, 0])}. Name a "
+            "page for each token that a query sees."
         )
+
+
+def _seen_tokens(
+    window: tuple[int | None, int | None], lengths: Array, q_offset: Any, rows: Any
+) -> tuple[Any, Any] | None:
+    """Return the first token [B] that a query of each sequence sees, and the end; None: not known.
+
+    `rows` is the number of valid queries, one for all or [B]. Masks and functions may hide more.
+    """
+    end, offset, rows = (known_values(x) for x in (lengths, q_offset, rows))
+    if end is None or rows is None or (offset is None and window != (None, None)):
+        return None
+    problem = Problem(left=window[0], right=window[1])
+    window_start, window_end, _, _ = key_range(problem, offset, 0, rows - 1)
+    start = np.zeros_like(end) if window_start is None else np.maximum(window_start, 0)
+    end = end if window_end is None else np.minimum(end, window_end)
+    return np.broadcast_to(start, end.shape), np.where(rows > 0, end, 0)
 
 
 def leading_pages(table: Any) -> Any:

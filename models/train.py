@@ -331,17 +331,20 @@ def read_record(out: str) -> dict[str, Any] | None:
     Where run.json is damaged or missing, the newest readable checkpoint has the same record.
     """
     path = Path(out, "run.json")
+    trouble = "damaged"
     try:
-        record = json.loads(path.read_bytes())
-        if isinstance(record, dict):
-            return record
-        trouble = "damaged"
-    except ValueError:
-        trouble = "damaged"
+        contents = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
+        contents = b""
         trouble = "missing"
     except OSError as error:
         raise Refused(f"cannot read {path} ({error.strerror}): make it readable.") from error
+    except ValueError as error:  # a byte 0, or half of a surrogate pair
+        raise Refused(f"no folder can have the name {ascii(out)}: give another.") from error
+    with contextlib.suppress(ValueError):
+        record = json.loads(contents)
+        if isinstance(record, dict):
+            return record
     for step in saved_steps(out):
         with contextlib.suppress(Exception), open_checkpoint(out, step) as arrays:
             record = json.loads(arrays["run"].item())

@@ -64,6 +64,8 @@ def test_run_folders_that_cannot_be():
         ("folder", "cannot read folder/run.json (Is a directory)"),
         ("occupied", "cannot write occupied/checkpoints/2 ("),
         ("n" * 300, "nnn/run.json (File name too long)"),
+        ("a\0", r"no folder can have the name 'a\x00': give another"),
+        ("\ud800", r"no folder can have the name '\ud800': give another"),
     ):
         assert message in refusal_of(train, *FLAGS, "--text", "text.txt", "--out", out)
     for out, message in (
@@ -72,6 +74,7 @@ def test_run_folders_that_cannot_be():
         ("folder", "cannot read folder/run.json (Is a directory)"),
         ("occupied", "occupied has no checkpoint yet"),
         ("n" * 300, "nnn/run.json (File name too long)"),
+        ("a\0", r"no folder can have the name 'a\x00': give another"),
     ):
         assert message in refusal_of(generate, "--checkpoint", out)
     assert sorted(os.listdir()) == ["file", "folder", "occupied", "text.txt"]

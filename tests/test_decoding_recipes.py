@@ -8,6 +8,8 @@ import numpy as np
 import oracle
 import pytest
 from jax.sharding import AxisType, PartitionSpec
+from sharded import collectives
+from small_calls import assert_in_place
 
 import memeff
 from memeff import KVCache, PagedKVCache, dot_product_attention, masks
@@ -91,6 +93,49 @@ def test_a_tree_equals_its_paths_decoded_one_by_one(kind):
         ]
         alone, _ = oracle.attention(new[0][b : b + 1], *texts)
         np.testing.assert_allclose(out[b], alone[0], atol=2e-6)
+
+
+def verify_and_keep(cache, q, k, v, parents):
+    """Keep the two drafts with the largest first number in their result, as a server keeps some."""
+    T = q.shape[1]
+    cache = cache.append(k, v)
+    tree = masks.tree(masks.ancestors_of(parents), cache.lengths - T)
+    out = cache.attend(q, mask_fn=tree)
+    path = jnp.argsort(-out[:, :, 0, 0])[:, :2]
+    return cache.keep_drafts(T, path, 2), out
+
+
+@pytest.mark.parametrize("kind", ["paged", pytest.param("plain", marks=slow)])
+def test_drafts_are_kept_in_place(kind):
+    B, T = PARENTS.shape
+    q, k = (jax.ShapeDtypeStruct((B, T, n, 64), f32) for n in (K * G, K))
+    make = {
+        "plain": lambda: KVCache.zeros(B, 16384, K, 64),
+        "paged": lambda: PagedKVCache.zeros(512, 64, K, 64, batch=B, pages_per_sequence=256),
+    }
+    cache = jax.eval_shape(make[kind])
+    program = jax.jit(verify_and_keep, donate_argnums=0).lower(cache, q, k, k, PARENTS).compile()
+    assert_in_place(program, cache)
+
+
+@pytest.mark.parametrize("kind", ["paged", pytest.param("plain", marks=slow)])
+def test_heads_over_devices_need_no_message(kind):
+    B, T = PARENTS.shape
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def shard(x):
+        dims = (None, None, "heads") if x.ndim == 4 else ()
+        return jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec(*dims)))
+
+    arguments = caches(B, *tokens(B, 5)[1:])[kind], *tokens(B, T), PARENTS
+    sharded = jax.tree.map(shard, arguments)
+    program = jax.jit(verify_and_keep).lower(*sharded).compile()
+    assert len(collectives(program.as_text())) == 1  # the first number of each draft's result
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=2e-6),
+        program(*sharded),
+        jax.jit(verify_and_keep)(*arguments),
+    )
 
 
 @pytest.mark.parametrize("hold", [lambda f: f, jax.jit], ids=["known", "jit"])

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax import Array, lax
 
+from memeff.order import hold
 from memeff.problem import Operands, Problem, map_operands
 from memeff.sequence.layout import chunks_of_device, layout_order, natural_order
 from memeff.sequence.parts import Chunk, Keys, Part, Shards, cut_part, keys_of
@@ -37,7 +38,12 @@ def gathered_walk(
     device would.
     """
     P = shards.devices
-    whole_keys = _gather(shards, keys_of(operands))
+    keys = keys_of(operands)
+    if rows is not None:
+        # Otherwise XLA would keep what the forward gathered, in every layer, for the backward.
+        _, lse, dout, _ = rows
+        _, keys = hold(keys, (lse, dout))
+    whole_keys = _gather(shards, keys)
     whole_tangents = None if tangents is None else _gather(shards, keys_of(tangents))
     size = whole_keys.key.shape[1]
     count = chunks_of_device(shards.layout)

@@ -175,6 +175,7 @@ class Sharded:
             ([], dparams),
             visit,
             rows=rows,
+            after=None if joins else (lse, dout),
             join=join_parts if joins else None,
             splits_home=not keys_first,
         )
@@ -217,7 +218,10 @@ class Sharded:
             return jax.tree.map(lambda x, y: part.rows.add(x, y, 3), state, new), None
 
         start = jnp.zeros_like(out, dtype), jnp.zeros_like(lse.high)
-        (dout, dlse), _ = self.walk(problem, operands, start, visit, tangents, narrow=narrow)
+        after = (out, lse) if narrow else None
+        (dout, dlse), _ = self.walk(
+            problem, operands, start, visit, tangents, after=after, narrow=narrow
+        )
         return dout.astype(out.dtype), dlse
 
     def joins(
@@ -259,6 +263,7 @@ class Sharded:
         visit: Any,
         tangents: Operands | None = None,
         rows: Any = None,
+        after: Any = None,
         narrow: bool = True,
         join: Callable[..., Operands] | None = None,
         splits_home: bool = False,
@@ -273,6 +278,7 @@ class Sharded:
                 visit,
                 tangents,
                 rows,
+                after,
                 differentiable=not narrow,
                 join=join,
                 splits_home=splits_home,

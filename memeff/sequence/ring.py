@@ -145,6 +145,7 @@ class Inputs(NamedTuple):
     """The arrays of this device that a visit reads besides the keys that it has received."""
 
     operands: Operands
+    tangents: Operands | None
     rows: Any  # in a backward out, lse and their cotangents, else None
 
 
@@ -164,6 +165,7 @@ def ring_walk(
     visit: Any,
     tangents: Operands | None,
     rows: Any,
+    after: Any,
     *,
     differentiable: bool,
     join: Callable[..., Operands] | None,
@@ -173,9 +175,10 @@ def ring_walk(
 
     In a backward, `rows` are out, lse and their cotangents. Then `visit` returns the new state and
     the gradients of the parts' keys, else the new state and None. Return the state, and the sums of
-    these gradients at home, on the device of the keys. `differentiable`: JAX can differentiate what
-    this does. `join(parts, operands, keys)` makes a call of all parts of a step; without it, a
-    visit has one part. `splits_home` is that of `ring_steps`.
+    these gradients at home, on the device of the keys. Nothing is cut or sent before the arrays
+    `after` are known. `differentiable`: JAX can differentiate what this does. `join(parts,
+    operands, keys)` makes a call of all parts of a step; without it, a visit has one part.
+    `splits_home` is that of `ring_steps`.
 
     With 3 devices, device r sends and visits:
 
@@ -184,8 +187,6 @@ def ring_walk(
       step 2   send the gradients of the keys of r - 1 to r + 1;  visit the keys of r - 2
       end      send the gradients of the keys of r - 2, of all devices together, to r - 2
     """
-    local_keys = stack_keys(keys_of(operands)) if join else keys_of(operands)
-    local = local_keys, None if tangents is None else keys_of(tangents)
     P = shards.devices
     # Where XLA partitions other dims, it would gather them for a message of one dim.
     all_manual = all_axes_manual()
@@ -200,8 +201,8 @@ def ring_walk(
         keys, key_tangents = arrived
         operands = (join or _cut)(group, inputs.operands, keys)
         input_tangents = None
-        if tangents is not None and key_tangents is not None:
-            input_tangents = _cut(group, tangents, key_tangents, keys)
+        if inputs.tangents is not None and key_tangents is not None:
+            input_tangents = _cut(group, inputs.tangents, key_tangents, keys)
         state, key_gradients = visit(state, group, operands, input_tangents, inputs.rows)
         if key_gradients is None:
             return Results(state, new_terms, kept)
@@ -210,8 +211,22 @@ def ring_walk(
             return Results(state, new_terms, [*kept, term])
         return Results(state, [*new_terms, term], kept)
 
-    inputs = Inputs(operands, rows)
+    def keys_with_tangents(operands: Operands, tangents: Operands | None) -> Any:
+        keys = keys_of(operands)
+        return stack_keys(keys) if join else keys, None if tangents is None else keys_of(tangents)
+
     steps = ring_steps(shards, problem, operands, splits_home)
+    own = operands, tangents
+    own_later = own
+    if after is not None:
+        # Otherwise XLA would use chunks and messages of the forward again, and keep them until then
+        # in every layer.
+        _, own_later = hold(own, after)
+    if join or any(part.rows.count > 1 for step in steps for part in step.parts):
+        own = own_later  # where nothing is cut, XLA:CPU would copy the operands
+    local = keys_with_tangents(*own)
+    first_sent = keys_with_tangents(*own_later)
+    inputs = Inputs(own[0], own[1], rows)
     coming = local  # the keys of the next step
     behind = []  # terms of gradients of keys that travel behind them
     previous = 0  # the distance at which `behind` was computed
@@ -220,7 +235,8 @@ def ring_walk(
     for n, (s, parts) in enumerate(steps):
         is_last = n + 1 == len(steps)
         arrived = coming if s else local
-        outgoing, hops = _next_keys(s, 0 if is_last else steps[n + 1].distance, arrived, local)
+        ahead = 0 if is_last else steps[n + 1].distance
+        outgoing, hops = _next_keys(s, ahead, arrived if s else first_sent, first_sent)
         target = s if s * previous > 0 else 0  # where `behind` goes: to its keys, or home
         came = sent if s and outgoing is arrived else None
         travelling = shorten(behind)
@@ -233,9 +249,7 @@ def ring_walk(
             # Else XLA:CPU would cut the chunks of all parts before the first. On other devices a
             # barrier would only make it copy the keys out of the message.
             if number and not differentiable and orders_by_condition():
-                keys, key_tangents = arrived
-                results, (inputs, keys) = hold((inputs, keys), results)
-                arrived = keys, key_tangents
+                results, (inputs, arrived) = hold((inputs, arrived), results)
             results = visit_group(results, s, group, inputs, arrived)
         # A barrier would make primals depend on tangents, and JAX could not transpose it. Behind
         # the last step it would only keep XLA from one pass over the new terms.

@@ -211,22 +211,20 @@ def ring_walk(
             return Results(state, new_terms, [*kept, term])
         return Results(state, [*new_terms, term], kept)
 
-    def keys_with_tangents(operands: Operands, tangents: Operands | None) -> Any:
-        keys = keys_of(operands)
-        return stack_keys(keys) if join else keys, None if tangents is None else keys_of(tangents)
+    def own_keys(inputs: Inputs) -> Any:
+        keys = keys_of(inputs.operands)
+        tangents = None if inputs.tangents is None else keys_of(inputs.tangents)
+        return stack_keys(keys) if join else keys, tangents
 
     steps = ring_steps(shards, problem, operands, splits_home)
-    own = operands, tangents
-    own_later = own
+    inputs = later = Inputs(operands, tangents, rows)
     if after is not None:
         # Otherwise XLA would use chunks and messages of the forward again, and keep them until then
         # in every layer.
-        _, own_later = hold(own, after)
+        _, later = hold(later._replace(rows=None), after)
     if join or any(part.rows.count > 1 for step in steps for part in step.parts):
-        own = own_later  # where nothing is cut, XLA:CPU would copy the operands
-    local = keys_with_tangents(*own)
-    first_sent = keys_with_tangents(*own_later)
-    inputs = Inputs(own[0], own[1], rows)
+        inputs = later._replace(rows=rows)  # where nothing is cut, XLA:CPU would copy the operands
+    local, first_sent = own_keys(inputs), own_keys(later)
     coming = local  # the keys of the next step
     behind = []  # terms of gradients of keys that travel behind them
     previous = 0  # the distance at which `behind` was computed

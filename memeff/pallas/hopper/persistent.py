@@ -4,11 +4,10 @@ A work item is a tile of queries, or of keys, together with all tiles that it vi
 block the consumer warpgroups compute, and one more warpgroup, the producer, copies operands into
 shared memory:
   round 1: every item once
-Then the items of which a row failed are done again, one by one:
-  round 2: as in round 1, with values cleaned of NaN and Inf
-Two more rounds if the kernel has them:
-  round 3: instead of round 2 where that cannot mend what failed, without cleaning
-  round 4: if a row failed again, in another way than in rounds 1 and 2, and with clean values
+  round 2: the items of which a row failed, one by one, with values cleaned of NaN and Inf
+A kernel may have two more rounds, which compute in another way (forward.py):
+  round 3: in place of round 2 where cleaning cannot mend a row, without cleaning
+  round 4: after round 2 or 3 if a row failed again, with cleaning
 """
 
 import functools

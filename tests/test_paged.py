@@ -150,14 +150,18 @@ def test_missing_pages_raise_no_alarm_of_debug_nans():
     q = np.ones((2, 1, 4, H), f32)
     pages = np.ones((3, 4, K, H), f32)
 
-    def total(q, pages, table, lengths, window):
+    def total(q, pages, table, lengths, window, **options):
         call = functools.partial(paged_attention, is_causal=True, local_window_size=window)
-        return call(q, pages, pages, np.array(table), lengths).sum()
+        return call(q, pages, pages, np.array(table), lengths, **options).sum()
 
     strict = jax.numpy_dtype_promotion("strict")
     with strict, jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
         gradients = jax.grad(total, (0, 1))(q, pages, [[0, 2], [1, -1]], [5, 2], None)
         hidden = jax.grad(total, 1)(q, pages, [[-1, 2], [1, -1]], [8, 2], (2, 0))
+        # only rows behind the last query would see the pages that are missing
+        q = np.ones((2, 3, 4, H), f32)
+        rows = dict(q_offset=np.int32([3, 3]), query_seq_lengths=np.int32([1, 0]))
+        jax.grad(total, 1)(q, pages, [[0, -1], [-1, -1]], [8, 8], None, **rows)
     assert (hidden[:, :, 0, 0] != 0).astype(int).tolist() == [[0] * 4, [1, 1, 0, 0], [0, 1, 1, 1]]
     seen = [gradients[1][page, token, 0, 0] != 0 for page in range(3) for token in range(4)]
     assert seen == [True] * 4 + [True, True, False, False] + [True] + [False] * 3

@@ -17,7 +17,7 @@ from memeff.device import Device, current_device, pretend_device
 from memeff.implementations import Chosen
 from memeff.inputs import kind_of, refuse_symbolic, to_array
 from memeff.masking import key_range
-from memeff.problem import Operands, sum_dtype
+from memeff.problem import Operands, Problem, sum_dtype
 from memeff.query_positions import check_query_positions, nan_without_params
 from memeff.shape import CallShape
 from memeff.sharding import explicit_devices, vary_together
@@ -134,17 +134,27 @@ def _forward_jvp(chosen: Chosen, want_lse: bool, primals: Any, tangents: Any) ->
     def read_all(operands: Operands) -> tuple[Array, Array | None]:
         key: Any = operands.key
         value: Any = operands.value
-        assert operands.kv_lengths is not None
         # Tokens that no query sees may have no page. They would be NaN, and jax.debug_nans would
         # find that in what the forward keeps for the gradient.
         offset = chosen.problem.q_offset if operands.q_offset is None else operands.q_offset
-        start, end, _, _ = key_range(chosen.problem, offset, 0, operands.query.shape[1] - 1)
-        end = operands.kv_lengths if end is None else jnp.minimum(operands.kv_lengths, end)
+        rows = operands.query.shape[1] if operands.q_lengths is None else operands.q_lengths
+        start, end = seen_tokens(chosen.problem, operands.kv_lengths, offset, rows)
         cols = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
-        exists = cols < end[:, None]
-        if start is not None:
-            exists &= cols >= jnp.reshape(start, (-1, 1))
-        key, value = (jnp.where(exists[..., None, None], x.whole(), 0) for x in (key, value))
+        is_seen = (cols >= start[:, None]) & (cols < end[:, None])
+        key, value = (jnp.where(is_seen[..., None, None], x.whole(), 0) for x in (key, value))
         return attend(chosen, want_lse, operands._replace(key=key, value=value))
 
     return jax.jvp(read_all, primals, tangents)
+
+
+def seen_tokens(problem: Problem, lengths: Any, q_offset: Any, rows: Any) -> tuple[Any, Any]:
+    """Return the first token [B] that a query of each sequence may see, and the end [B].
+
+    `lengths` [B] are those of keys, and `rows` the number of valid queries, one for all or [B].
+    With NumPy arrays the result is one. Masks and functions may hide more.
+    """
+    numpy: Any = np if isinstance(lengths, np.ndarray) else jnp
+    start, end, _, _ = key_range(problem, q_offset, 0, rows - 1)
+    start = numpy.broadcast_to(0 if start is None else start, lengths.shape)
+    end = lengths if end is None else numpy.minimum(lengths, end)
+    return start, numpy.where(rows > 0, end, 0)

@@ -10,10 +10,9 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from memeff.arguments import CachedOptions, bind_arguments
-from memeff.decoding.attend import attend_stored
+from memeff.decoding.attend import attend_stored, seen_tokens
 from memeff.decoding.storage import EIGHT_BITS, check_scales
 from memeff.inputs import check_integers, known_values, refuse_symbolic, to_array, to_int32
-from memeff.masking import key_range
 from memeff.problem import Problem
 from memeff.shape import CallShape
 from memeff.stored import StoredKeys
@@ -142,7 +141,7 @@ def paged_attention(
     window = check_window(options.get("local_window_size"), is_causal)
     rows = shape.T if rows is None else rows
     offset = static_offset if offset is None else offset
-    _check_pages(key, _seen_tokens(window, lengths, offset, rows))
+    _check_pages(key, _known_seen_tokens(window, lengths, offset, rows))
     arguments = bind_arguments(
         "paged_attention",
         query,
@@ -237,21 +236,15 @@ def _check_pages(key: StoredKeys, seen: tuple[Any, Any] | None) -> None:
         )
 
 
-def _seen_tokens(
+def _known_seen_tokens(
     window: tuple[int | None, int | None], lengths: Array, q_offset: Any, rows: Any
 ) -> tuple[Any, Any] | None:
-    """Return the first token [B] that a query of each sequence sees, and the end; None: not known.
-
-    `rows` is the number of valid queries, one for all or [B]. Masks and functions may hide more.
-    """
-    end, offset, rows = (known_values(x) for x in (lengths, q_offset, rows))
-    if end is None or rows is None or (offset is None and window != (None, None)):
+    """Return `seen_tokens`, or None if an array that it needs is not known."""
+    known, offset, rows = (known_values(x) for x in (lengths, q_offset, rows))
+    if known is None or rows is None or (offset is None and window != (None, None)):
         return None
-    problem = Problem(left=window[0], right=window[1])
-    window_start, window_end, _, _ = key_range(problem, offset, 0, rows - 1)
-    start = np.zeros_like(end) if window_start is None else np.maximum(window_start, 0)
-    end = end if window_end is None else np.minimum(end, window_end)
-    return np.broadcast_to(start, end.shape), np.where(rows > 0, end, 0)
+    start, end = seen_tokens(Problem(left=window[0], right=window[1]), known, offset, rows)
+    return np.maximum(start, 0), end
 
 
 def leading_pages(table: Any) -> Any:

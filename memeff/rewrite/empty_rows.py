@@ -96,12 +96,12 @@ def _is_small(bias: BiasTerm) -> bool:
 
 
 def with_zeros(match: Match, layers: Layers, shown: Formula) -> Logits:
-    """Return the logits where probabilities are set to 0 unless `shown`, or are not summed.
+    """Return the logits if probabilities of pairs that are not `shown` are 0, or are not summed.
 
-    In a row that sees no key the program gives, before it sets zeros, NaN if all logits are -inf
-    or if no exponential is summed, and finite numbers otherwise. Zeros make it 0, as in memeff, if
-    they hide all that the masks hide. But only a selection makes 0 of NaN: where(visible, p, 0),
-    and not p * visible.
+    Take a row that sees no key. Before zeros are set, its probabilities are NaN if all logits are
+    -inf or if no exponential is summed, and finite otherwise. If the zeros hide all that the masks
+    hide, the row becomes 0, as in memeff. But only a selection makes 0 of NaN: where(visible, p, 0)
+    does, and p * visible does not.
     """
     before = _parts([layers.condition])
     after = _parts([shown])
